@@ -1,0 +1,54 @@
+"""Mapping networks as pure functions: a network's weights from a few hundred trained numbers.
+
+``spec -> init -> (latents, buffers)``, ``spec, latents, buffers -> params`` and
+``target, params, state, inputs -> outputs, state`` (arXiv 2602.19134), on torch.func.
+"""
+
+from mapfn.decoders import full
+from mapfn.ensemble import stack, unstack
+from mapfn.generation import base_params, generate, init
+from mapfn.mappers.frozen import frozen
+from mapfn.mappers.hadamard import hadamard
+from mapfn.mappers.hashed import hashed
+from mapfn.mappers.identity import identity
+from mapfn.mappers.mlp import mlp
+from mapfn.mappers.orthogonal import orthogonal
+from mapfn.mappers.residual_mlp import residual_mlp
+from mapfn.modulation import additive, affine, modulate_low_rank
+from mapfn.report import count, summary
+from mapfn.spec import Spec, make_spec
+from mapfn.strategies import budget, grouped, layerwise, slvt
+from mapfn.target import apply, bake, call, init_state
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Spec",
+    "additive",
+    "affine",
+    "apply",
+    "bake",
+    "base_params",
+    "budget",
+    "call",
+    "count",
+    "frozen",
+    "full",
+    "generate",
+    "grouped",
+    "hadamard",
+    "hashed",
+    "identity",
+    "init",
+    "init_state",
+    "layerwise",
+    "make_spec",
+    "mlp",
+    "modulate_low_rank",
+    "orthogonal",
+    "residual_mlp",
+    "slvt",
+    "stack",
+    "summary",
+    "unstack",
+]

@@ -1,0 +1,219 @@
+"""Generation: latents and fixed numbers from a seed, weights from latents.
+
+``init`` is the only place with randomness. ``generate`` is pure: plain tensor operations over a
+plan that is decided by the spec alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mapfn import modulation, seeds, transform, trees, validation
+from mapfn.layout import Leaf, tensors_by_name
+from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
+from mapfn.spec import Spec
+from mapfn.types import Buffers, Drive, Latents, MapBuffers
+
+
+def init(
+    spec: Spec, seed: int = 0, target: Any = None, device: torch.device | str | None = None
+) -> tuple[Latents, Buffers]:
+    """Make the latents and the map's fixed numbers; the only place with randomness.
+
+    Args:
+        spec: from :func:`~mapfn.make_spec`.
+        seed: any int; every number is a fixed function of it and of the group's name, with the
+            same bits on every device, version and machine. The global generators stay untouched.
+        target: needed where a base is ``"target"``: its tensors are kept by reference.
+        device: where the tensors go; torch's default device by default.
+
+    Returns:
+        ``latents``, ``{group: float32 [latent_dim]}``, N(0, 1), or 0 where the base is a tensor;
+        and ``buffers``, ``{group: {name: Tensor}}``.
+
+    Raises:
+        TypeError: a seed that is not an int.
+        ValueError: a target that is missing, or is not the spec's.
+
+    >>> from mapfn import make_spec
+    >>> spec = make_spec(torch.nn.Linear(4, 2), latent_dim=3)
+    >>> latents, buffers = init(spec, seed=0)
+    >>> latents["(root)"].shape
+    torch.Size([3])
+    """
+    validation.check_seed(seed)
+    own = validation.target_tensors(spec, target)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    with torch.device("cpu"):
+        latents = {group.name: _first_latent(group, seed) for group in spec.trained_groups}
+        buffers = {group.name: fixed_numbers(group, seed) for group in spec.groups}
+        for group in spec.groups:
+            buffers[group.name] |= _bases(group, seed, own)
+    latents, buffers = trees.map_tensors(lambda tensor: tensor.to(device), (latents, buffers))
+    return latents, buffers
+
+
+def _first_latent(group: Group, seed: int) -> Tensor:
+    if any(isinstance(base, str) for base in group.bases):
+        return torch.zeros(group.latent_dim)
+    key = seeds.key(seeds.derive(seed, group.name, "latent"))
+    return seeds.normal(key, group.latent_dim).float()
+
+
+def _bases(group: Group, seed: int, own: dict[str, Tensor]) -> MapBuffers:
+    bases = {}
+    for leaf, base in zip(group.leaves, group.bases, strict=True):
+        if base == "target":
+            bases[BASE + leaf.name] = own[leaf.name].detach()
+        elif base == "init":
+            bases[BASE + leaf.name] = _initial(leaf, seeds.derive(seed, leaf.name, "base"))
+    return bases
+
+
+def _initial(leaf: Leaf, seed: int) -> Tensor:
+    """Draw a leaf as torch would: uniform, by exact transforms, of its own spread and centre."""
+    spread = leaf.initial.std * 3**0.5
+    numbers = leaf.initial.mean + spread * seeds.uniform(seeds.key(seed), leaf.numel)
+    return numbers.view(leaf.shape).to(leaf.torch_dtype)
+
+
+def base_params(spec: Spec, buffers: Buffers) -> Any:
+    """Return the base of every leaf in the target's structure, tensors by reference.
+
+    >>> from mapfn import make_spec
+    >>> spec = make_spec(torch.nn.LayerNorm(2), latent_dim=2)
+    >>> base_params(spec, init(spec)[1])["weight"]
+    tensor([1., 1.])
+    """
+    validation.check_buffers(spec, buffers)
+    params = {}
+    for group in spec.groups:
+        for leaf, base in zip(group.leaves, group.bases, strict=True):
+            params[leaf.name] = _base_tensor(leaf, base, buffers[group.name])
+    return spec.layout.build(params)
+
+
+def _base_tensor(leaf: Leaf, base: float | str, buffers: MapBuffers) -> Tensor:
+    if isinstance(base, str):
+        return buffers[BASE + leaf.name]
+    device = next(iter(buffers.values())).device if buffers else None
+    return torch.full(leaf.shape, base, dtype=leaf.torch_dtype, device=device)
+
+
+def generate(spec: Spec, latents: Latents, buffers: Buffers) -> Any:
+    """Make every weight of the target from the latents; pure.
+
+    ``theta = base + scale * activation(W z + alpha z.z / d)`` (arXiv 2602.19134), computed in
+    float32 (float64 for float64 latents) with autocast off, and cast to the leaf's dtype last.
+    Large leaves are made tile by tile in cache, so that nothing but the weights is allocated.
+
+    Args:
+        spec: from :func:`~mapfn.make_spec`.
+        latents: ``{group: float [latent_dim]}``.
+        buffers: from :func:`~mapfn.init` of the same spec.
+
+    Returns:
+        The params in the target's structure: ``{name: Tensor}`` for a module, one name a tie
+        group. Leaves of one group may be views of one tensor.
+
+    Raises:
+        TypeError: latents that are no floating-point tensors.
+        ValueError: latents or buffers of another spec: missing, extra, or of another shape.
+
+    >>> from mapfn import make_spec
+    >>> spec = make_spec(torch.nn.Linear(4, 2), latent_dim=3)
+    >>> params = generate(spec, *init(spec, seed=0))
+    >>> {name: tuple(tensor.shape) for name, tensor in params.items()}
+    {'weight': (2, 4), 'bias': (2,)}
+    """
+    if not torch.compiler.is_compiling():
+        validation.check_latents(spec, latents)
+        validation.check_buffers(spec, buffers)
+    params: dict[str, Tensor] = {}
+    for group in spec.groups:
+        if group.latent_dim:
+            with _full_precision(latents[group.name].device):
+                params |= _generate_group(group, latents[group.name], buffers[group.name])
+        else:
+            named = zip(group.leaves, group.bases, strict=True)
+            params |= {leaf.name: _base_tensor(leaf, b, buffers[group.name]) for leaf, b in named}
+    return spec.layout.build(params)
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switch autocast off, and in eager code the reduced-precision matrix products too."""
+    if torch.compiler.is_compiling():
+        return torch.autocast(device.type, enabled=False)
+    return _eager_full_precision(device)
+
+
+@contextmanager
+def _eager_full_precision(device: torch.device) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    with torch.autocast(device.type, enabled=False):
+        if before == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[str, Tensor]:
+    wide = latent.to(torch.promote_types(latent.dtype, torch.float32))
+    last = len(group.layer_dims) - 1
+    for layer in range(last):
+        drive = _drive(group, layer, wide, buffers)
+        width = group.layer_dims[layer][1]
+        raw = _raw(group, layer, drive, buffers, 0, width)
+        wide = group.mapper.activate(wide, raw)  # type: ignore[attr-defined]  # deep maps have it
+    drive = _drive(group, last, wide, buffers)
+    leaves: dict[str, Tensor] = {}
+    for segment in group.segments:
+        # The scale of a linear map's only run goes into the latent instead of the weights.
+        folded = group.foldable and len(segment.runs) == 1
+        fed = drive.scaled(segment.runs[0].scale) if folded else drive
+        raw = _raw(group, last, fed, buffers, segment.start, segment.stop)
+        numbers = _activate(group.activation, raw)
+        for run in segment.runs:
+            part = numbers[run.start - segment.start : run.stop - segment.start]
+            center = (
+                buffers[BASE + run.pieces[0].leaf.name] if isinstance(run.base, str) else run.base
+            )
+            leaves |= run.split(group.decoder.decode(part, center, 1.0 if folded else run.scale))
+    return leaves
+
+
+def _scoped(buffers: MapBuffers, prefix: str) -> MapBuffers:
+    return {
+        name[len(prefix) :]: tensor for name, tensor in buffers.items() if name.startswith(prefix)
+    }
+
+
+def _drive(group: Group, layer: int, latent: Tensor, buffers: MapBuffers) -> Drive:
+    if group.modulation is None:
+        return modulation.plain(latent)
+    own = _scoped(buffers, f"{LAYER}{layer}.{MODULATION}")
+    return group.modulation.modulate(own, latent)
+
+
+def _raw(
+    group: Group, layer: int, drive: Drive, buffers: MapBuffers, start: int, stop: int
+) -> Tensor:
+    own = _scoped(buffers, f"{LAYER}{layer}.")
+    raw = group.mapper.generate(own, drive.latent, drive.shift, start, stop)
+    if drive.inner.shape[-1]:
+        zero = torch.zeros_like(drive.shift)
+        raw = raw + transform.rows(drive.left, drive.inner, zero, start, stop)
+    return raw
+
+
+def _activate(activation: str, raw: Tensor) -> Tensor:
+    if activation == "tanh":
+        return raw.tanh()
+    return raw.sin() if activation == "sin" else raw

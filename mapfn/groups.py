@@ -1,0 +1,106 @@
+"""Groups: leaves that share one latent vector, and what is fixed about their map."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mapfn import plan, seeds
+from mapfn.decoders import full
+from mapfn.layout import Leaf
+from mapfn.types import Decoder, MapBuffers, Mapper, Modulation
+
+# Prefixes of names in a group's buffers.
+BASE = "base."
+LAYER = "layer"
+MODULATION = "modulation."
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that share one latent vector, and the map that makes them.
+
+    >>> from mapfn import make_spec
+    >>> group = make_spec(torch.nn.Linear(4, 2), latent_dim=3).groups[0]
+    >>> group.name, group.latent_dim, group.num_numbers
+    ('(root)', 3, 10)
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    latent_dim: int
+    """Trained numbers: what was asked for, and never more than the group has numbers."""
+    requested_dim: int
+    """Trained numbers that were asked for."""
+    mapper: Mapper
+    modulation: Modulation | None
+    activation: str
+    decoder: Decoder
+    scales: tuple[float, ...]
+    """Spread of each leaf around its base."""
+    bases: tuple[float | str, ...]
+    """Centre of each leaf: a number, or ``"init"`` or ``"target"`` for a tensor."""
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Count the flat numbers of each leaf."""
+        return tuple(self.decoder.num_numbers(leaf.shape) for leaf in self.leaves)
+
+    @property
+    def num_numbers(self) -> int:
+        """Count the flat numbers of the group."""
+        return sum(self.counts)
+
+    @cached_property
+    def segments(self) -> tuple[plan.Segment, ...]:
+        """Plan which stretches of the flat numbers are made together."""
+        columns = zip(self.leaves, self.counts, self.scales, self.bases, strict=True)
+        pieces = [plan.Piece(*column) for column in columns]
+        return plan.segments(pieces, mergeable=isinstance(self.decoder, full))
+
+    @property
+    def foldable(self) -> bool:
+        """Say whether a leaf's scale may be applied to the latent instead."""
+        linear = getattr(self.mapper, "linear", False) and self.activation == "identity"
+        return linear and isinstance(self.decoder, full)
+
+    @property
+    def layer_dims(self) -> tuple[tuple[int, int], ...]:
+        """List (inputs, outputs) of each layer of the map; one layer unless it is a deep map."""
+        hidden = tuple(getattr(self.mapper, "hidden_dims", ()))
+        widths = (self.latent_dim, *hidden, self.num_numbers)
+        return tuple(zip(widths[:-1], widths[1:], strict=True))
+
+    @cached_property
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name the buffers of the group, with their shapes."""
+        bases = zip(self.leaves, self.bases, strict=True)
+        tensors = {BASE + leaf.name: leaf.shape for leaf, base in bases if isinstance(base, str)}
+        return {name: shape for name, (shape, _) in self._fixed.items()} | tensors
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Count the bytes of the map's fixed numbers; bases are not the map's."""
+        return sum(math.prod(shape) * itemsize for shape, itemsize in self._fixed.values())
+
+    @cached_property
+    def _fixed(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Know shapes and bytes an element of the fixed numbers, by making them on ``meta``."""
+        with torch.device("meta"):
+            blank = fixed_numbers(self, 0)
+        return {name: (tuple(t.shape), t.element_size()) for name, t in blank.items()}
+
+
+def fixed_numbers(group: Group, seed: int) -> MapBuffers:
+    """Make the fixed numbers of a group's map, without its bases."""
+    numbers: MapBuffers = {}
+    for layer, (inputs, outputs) in enumerate(group.layer_dims):
+        layer_seed = seeds.derive(seed, group.name, f"layer{layer}")
+        own = group.mapper.init(layer_seed, inputs, outputs)
+        numbers |= {f"{LAYER}{layer}.{name}": tensor for name, tensor in own.items()}
+        if group.modulation is not None:
+            fixed = group.modulation.init(seeds.derive(layer_seed, "modulation"), inputs, outputs)
+            prefix = f"{LAYER}{layer}.{MODULATION}"
+            numbers |= {prefix + name: tensor for name, tensor in fixed.items()}
+    return numbers

@@ -1,0 +1,1 @@
+"""The fixed maps, one a file."""

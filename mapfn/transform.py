@@ -1,0 +1,205 @@
+"""The signed Hadamard transform: orthogonal rows for next to no memory.
+
+Blocks of ``S_b H D_b / sqrt(d)``: ``H`` is the Sylvester-Hadamard matrix of order ``n``, the power
+of two at or above ``d``, ``S_b`` and ``D_b`` are the random row and column signs of block ``b``.
+The signs are two bits a row of a 64-bit word made from ``(key, index)`` when they are needed, so
+nothing is stored but the key. ``H = H_a (x) H_b`` makes the product two small matrix products.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mapfn import seeds
+from mapfn.tiling import Kernel, tiled
+
+_PAIRS = 32  # (column, row) sign pairs in one 64-bit word
+_PAIRS_A_BYTE = 4
+# Rows made at once: 1 MiB of float32, so that a tile and its scratch stay in a core's L2 cache.
+_TILE_ROWS = 2**18
+
+
+class _Blocks(NamedTuple):
+    """Which blocks cover the rows ``start .. stop`` of a map with ``latent_dim`` columns."""
+
+    latent_dim: int
+    order: int
+    start: int
+    stop: int
+
+    @property
+    def first(self) -> int:
+        return self.start // self.order
+
+    @property
+    def last(self) -> int:
+        return -(-self.stop // self.order)
+
+
+def rows(key: Tensor, latent: Tensor, shift: Tensor, start: int, stop: int) -> Tensor:
+    """Return rows ``start .. stop`` of ``W latent + shift``, each row of ``W`` of norm 1.
+
+    Args:
+        key: ``int64 []``, from :func:`mapfn.seeds.key`.
+        latent: ``float [d]``, float32 or float64.
+        shift: ``float []``, added to every row.
+        start: first row.
+        stop: one past the last row.
+
+    Returns:
+        ``float [stop - start]`` in the latent's dtype.
+
+    >>> key, z = seeds.key(0), torch.ones(4)
+    >>> whole = rows(key, z, torch.zeros(()), 0, 20)
+    >>> bool((rows(key, z, torch.zeros(()), 5, 9) == whole[5:9]).all())
+    True
+    """
+    latent_dim = latent.shape[-1]
+    order = 1 << (latent_dim - 1).bit_length()
+    blocks = _Blocks(latent_dim, order, start, stop)
+    if torch.compiler.is_compiling():
+        return _plain(blocks, key, latent, shift)
+    return tiled(_kernel(blocks), key, latent, shift)
+
+
+def hadamard_matrix(order: int, like: Tensor) -> Tensor:
+    """Build the Sylvester-Hadamard matrix ``[order, order]``: -1 where popcount(i & j) is odd."""
+    index = torch.arange(order, device=like.device)
+    parity = index[:, None] & index
+    for bits in (8, 4, 2, 1):
+        parity = parity ^ (parity >> bits)
+    return (1 - 2 * (parity & 1)).to(like.dtype)
+
+
+def _factors(order: int) -> tuple[int, int]:
+    """Split the order into ``a * b``, both near its root; small orders stay whole."""
+    if order <= 32:
+        return 1, order
+    a = 1 << (order.bit_length() - 1) // 2
+    return a, order // a
+
+
+def _sign_bytes(key: Tensor, blocks: _Blocks, first: int, last: int) -> Tensor:
+    """Return the random bytes of blocks ``first .. last``, ``int8 [blocks, 1, bytes a block]``."""
+    width = max(blocks.order, _PAIRS)
+    per_block = width // _PAIRS
+    words = seeds.words(key, first * per_block, (last - first) * per_block)
+    return words.view(torch.int8).view(last - first, 1, width // _PAIRS_A_BYTE)
+
+
+def _bit_shifts(like: Tensor) -> Tensor:
+    """Left shifts that bring a pair's column bit to the top; one more brings its row bit."""
+    return torch.arange(0, 8, 2, dtype=torch.int8, device=like.device).view(_PAIRS_A_BYTE, 1)
+
+
+def _plain(blocks: _Blocks, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor:
+    order, (a, b) = blocks.order, _factors(blocks.order)
+    packed = _sign_bytes(key, blocks, blocks.first, blocks.last)
+    shifts = _bit_shifts(key)
+    column_signs = _signs(packed << shifts)[:, : blocks.latent_dim]
+    row_signs = _signs(packed << (shifts + 1))[:, :order]
+    matrix = hadamard_matrix(max(a, b), latent)
+    columns = latent * column_signs * blocks.latent_dim**-0.5
+    columns = torch.nn.functional.pad(columns, (0, order - blocks.latent_dim))
+    mixed = columns.view(-1, a, b) @ matrix[:b, :b]
+    mixed = matrix[:a, :a] @ mixed
+    flat = (mixed.reshape(-1, order) * row_signs + shift).view(-1)
+    offset = blocks.first * order
+    return flat[blocks.start - offset : blocks.stop - offset]
+
+
+def _signs(shifted: Tensor) -> Tensor:
+    """Read the top bit of every byte as a sign: ``int8 [blocks, width]`` of -1 and 1."""
+    return ((shifted >> 7) | 1).flatten(1)
+
+
+def _kernel(blocks: _Blocks) -> Kernel:
+    return Kernel(
+        rows=lambda key, latent, shift, out: _tiled_rows(blocks, key, latent, shift, out),
+        adjoint=lambda key, gradient: _tiled_adjoint(blocks, key, gradient),
+        num_rows=blocks.stop - blocks.start,
+    )
+
+
+class _Scratch(NamedTuple):
+    """The few cache-sized tensors that one pass over the tiles reuses."""
+
+    x: Tensor  # [tile, order]
+    y: Tensor  # [tile, order]
+    bits: Tensor  # int8 [tile, pairs a byte, bytes]
+    shifts: Tensor  # int8 [pairs a byte, 1]
+    matrix: Tensor  # [larger factor, larger factor]
+
+
+def _scratch(blocks: _Blocks, like: Tensor) -> _Scratch:
+    tile = min(max(1, _TILE_ROWS // blocks.order), blocks.last - blocks.first)
+    width = max(blocks.order, _PAIRS)
+    x, y = like.new_empty(2, tile, blocks.order)
+    bits = torch.empty(
+        tile, _PAIRS_A_BYTE, width // _PAIRS_A_BYTE, dtype=torch.int8, device=like.device
+    )
+    matrix = hadamard_matrix(max(_factors(blocks.order)), like)
+    return _Scratch(x, y, bits, _bit_shifts(like), matrix)
+
+
+def _tiles(blocks: _Blocks, scratch: _Scratch) -> Iterator[tuple[int, int, slice, slice]]:
+    """Yield (first block, last block, its rows in the tile, its rows in the result)."""
+    for first in range(blocks.first, blocks.last, len(scratch.x)):
+        last = min(first + len(scratch.x), blocks.last)
+        offset = first * blocks.order
+        low, high = max(blocks.start, offset), min(blocks.stop, last * blocks.order)
+        in_tile = slice(low - offset, high - offset)
+        yield first, last, in_tile, slice(low - blocks.start, high - blocks.start)
+
+
+def _tiled_rows(blocks: _Blocks, key: Tensor, latent: Tensor, shift: Tensor, out: Tensor) -> None:
+    scratch = _scratch(blocks, latent)
+    columns = latent.new_zeros(blocks.order)
+    columns[: blocks.latent_dim] = latent * blocks.latent_dim**-0.5
+    for first, last, in_tile, in_out in _tiles(blocks, scratch):
+        packed = _sign_bytes(key, blocks, first, last)
+        x, y = scratch.x[: last - first], scratch.y[: last - first]
+        x.copy_(_signs_into(scratch, packed, 0)).mul_(columns)
+        _mix(blocks, scratch, x, y)
+        y.copy_(_signs_into(scratch, packed, 1))
+        torch.addcmul(shift, x.view(-1)[in_tile], y.view(-1)[in_tile], out=out[in_out])
+
+
+def _tiled_adjoint(blocks: _Blocks, key: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    scratch = _scratch(blocks, gradient)
+    total = torch.zeros_like(scratch.x)
+    for first, last, in_tile, in_gradient in _tiles(blocks, scratch):
+        packed = _sign_bytes(key, blocks, first, last)
+        x, y = scratch.x[: last - first], scratch.y[: last - first]
+        x.copy_(_signs_into(scratch, packed, 1))
+        flat = x.view(-1)
+        flat[: in_tile.start] = 0
+        flat[in_tile].mul_(gradient[in_gradient])
+        flat[in_tile.stop :] = 0
+        _mix(blocks, scratch, x, y)
+        y.copy_(_signs_into(scratch, packed, 0))
+        total[: last - first].addcmul_(x, y)
+    latent = total.sum(0)[: blocks.latent_dim] * blocks.latent_dim**-0.5
+    return latent, gradient.sum()
+
+
+def _signs_into(scratch: _Scratch, packed: Tensor, which: int) -> Tensor:
+    """Read the column (0) or row (1) signs of a tile into the scratch: ``int8 [tile, order]``."""
+    bits = scratch.bits[: len(packed)]
+    torch.bitwise_left_shift(packed, scratch.shifts + which, out=bits)
+    return (
+        bits.bitwise_right_shift_(7).bitwise_or_(1).view(len(packed), -1)[:, : scratch.x.shape[1]]
+    )
+
+
+def _mix(blocks: _Blocks, scratch: _Scratch, x: Tensor, y: Tensor) -> None:
+    """Multiply every block of ``x`` by ``H``, leaving the result in ``x``."""
+    a, b = _factors(blocks.order)
+    torch.mm(x.view(-1, b), scratch.matrix[:b, :b], out=y.view(-1, b))
+    if a == 1:
+        x.copy_(y)
+        return
+    left = scratch.matrix[:a, :a].expand(len(x), a, a)
+    torch.bmm(left, y.view(-1, a, b), out=x.view(-1, a, b))

@@ -1,0 +1,109 @@
+"""Trees of tensors: names instead of leaf positions, and structures that are plain data.
+
+optree sorts dict keys and torch's pytree keeps their order, so nothing here trusts a position: a
+leaf is its name, and a structure is nested tuples that can be compared, hashed and written down.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from mapfn.errors import message
+
+Structure: TypeAlias = tuple[Any, ...]
+"""``("leaf", name)``, ``("none",)``, or ``(kind, keys, substructures)`` with kind ``dict``,
+``ordered``, ``list``, ``tuple`` or a NamedTuple class."""
+
+_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", list: "list", tuple: "tuple"}
+
+
+def describe(tree: Any) -> tuple[Structure, dict[str, Tensor]]:
+    """Take a tree apart into its structure and its tensors by dotted name.
+
+    >>> structure, leaves = describe({"a": [torch.zeros(2)], "b": None})
+    >>> list(leaves), structure
+    (['a.0'], ('dict', ('a', 'b'), (('list', (0,), (('leaf', 'a.0'),)), ('none',))))
+    """
+    leaves: dict[str, Tensor] = {}
+    structure = _describe(tree, (), leaves)
+    return structure, leaves
+
+
+def _describe(tree: Any, path: tuple[str, ...], leaves: dict[str, Tensor]) -> Structure:
+    name = ".".join(path)
+    if tree is None:
+        return ("none",)
+    if isinstance(tree, Tensor):
+        if name in leaves:
+            fix = "rename a key so that dotted names are unique"
+            raise ValueError(
+                message("target", expected="unique leaf names", got=repr(name), fix=fix)
+            )
+        leaves[name] = tree
+        return ("leaf", name)
+    keys, children = _children(tree, name)
+    parts = (
+        _describe(child, (*path, str(k)), leaves) for k, child in zip(keys, children, strict=True)
+    )
+    return (_KINDS.get(type(tree), type(tree)), keys, tuple(parts))
+
+
+def _children(tree: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    if type(tree) in (dict, OrderedDict):
+        if all(type(k) in (str, int) for k in tree):
+            return tuple(tree), tuple(tree.values())
+        got, fix = f"keys {list(tree)!r} at {name!r}", "use string or integer keys"
+        raise TypeError(message("target", expected="dict keys str or int", got=got, fix=fix))
+    if isinstance(tree, tuple) and optree.is_namedtuple(tree):
+        return tuple(tree._fields), tuple(tree)
+    if type(tree) in (list, tuple):
+        return tuple(range(len(tree))), tuple(tree)
+    got = f"{type(tree).__name__} at {name or '(root)'!r}"
+    expected = "an nn.Module or a tree of dict, list, tuple, NamedTuple and tensors"
+    raise TypeError(message("target", expected=expected, got=got, fix="convert that part"))
+
+
+def build(structure: Structure, leaves: Mapping[str, Tensor]) -> Any:
+    """Put a tree together again; plain Python, so that it is traced away.
+
+    >>> build(("list", (0,), (("leaf", "0"),)), {"0": torch.ones(1)})
+    [tensor([1.])]
+    """
+    kind = structure[0]
+    if kind == "leaf":
+        return leaves[structure[1]]
+    if kind == "none":
+        return None
+    parts = [build(part, leaves) for part in structure[2]]
+    if kind == "list":
+        return parts
+    if kind == "tuple":
+        return tuple(parts)
+    if kind == "dict" or kind == "ordered":
+        pairs = zip(structure[1], parts, strict=True)
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    return kind(*parts)
+
+
+def map_tensors(function: Callable[..., Any], *trees: Any) -> Any:
+    """Apply a function to the tensors at the same place of trees of one structure.
+
+    >>> map_tensors(lambda a, b: a + b, {"x": torch.ones(1)}, {"x": torch.ones(1)})
+    {'x': tensor([2.])}
+    """
+    return optree.tree_map(function, *trees)
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors of any tree, other leaves left out.
+
+    >>> len(list(tensors({"a": torch.ones(1), "b": [2, torch.zeros(1)]})))
+    2
+    """
+    for leaf in optree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
