@@ -16,6 +16,7 @@ from mapfn.mappers.orthogonal import orthogonal
 from mapfn.mappers.residual_mlp import residual_mlp
 from mapfn.modulation import additive, affine, modulate_low_rank
 from mapfn.report import count, summary
+from mapfn.serialization import spec_from_json, spec_to_json
 from mapfn.spec import Spec, make_spec
 from mapfn.strategies import budget, grouped, layerwise, slvt
 from mapfn.target import apply, bake, call, init_state
@@ -48,6 +49,8 @@ __all__ = [
     "orthogonal",
     "residual_mlp",
     "slvt",
+    "spec_from_json",
+    "spec_to_json",
     "stack",
     "summary",
     "unstack",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mapfn import modulation, seeds, transform, trees, validation
-from mapfn.layout import Leaf, tensors_by_name
 from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
+from mapfn.layout import Leaf
 from mapfn.spec import Spec
 from mapfn.types import Buffers, Drive, Latents, MapBuffers
 

@@ -1,5 +1,6 @@
 """Groups: leaves that share one latent vector, and what is fixed about their map."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +71,7 @@ class Group:
         """List (inputs, outputs) of each layer of the map; one layer unless it is a deep map."""
         hidden = tuple(getattr(self.mapper, "hidden_dims", ()))
         widths = (self.latent_dim, *hidden, self.num_numbers)
-        return tuple(zip(widths[:-1], widths[1:], strict=True))
+        return tuple(itertools.pairwise(widths))
 
     @cached_property
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:

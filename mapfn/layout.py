@@ -197,7 +197,7 @@ def _leaf(group: list[tuple[str, Tensor, str, nn.Module | None]]) -> Leaf:
 
 
 def _check_leaf(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         fix = "run one batch through the module first, so that its lazy layers get their shapes"
         where = f"target leaf {name!r}"
         raise ValueError(

@@ -1,7 +1,7 @@
 """Modulations: how the latent changes its own map, in closed form.
 
-Each turns the latent into a :class:`mapfn.types.Drive`, what the unmodulated map has to be fed with to give
-the modulated one's numbers. The modulated matrix is never built: the additive term of
+Each turns the latent into a :class:`~mapfn.types.Drive`, what the unmodulated map has to be fed
+with to give the modulated one's numbers. The modulated matrix is never built: the additive term of
 arXiv 2602.19134, ``(W' + alpha 1 z'^T) z'``, is one dot product.
 """
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from mapfn.layout import Leaf
@@ -52,7 +53,7 @@ class Run:
     def split(self, decoded: Tensor) -> dict[str, Tensor]:
         """Cut decoded weights, flat, into the leaves, each in its shape and dtype."""
         leaves = [piece.leaf for piece in self.pieces]
-        parts = decoded.split([leaf.numel for leaf in leaves])
+        parts = torch.split(decoded, [leaf.numel for leaf in leaves])
         return {
             leaf.name: part.view(leaf.shape).to(leaf.torch_dtype)
             for leaf, part in zip(leaves, parts, strict=True)

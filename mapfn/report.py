@@ -48,7 +48,7 @@ def summary(spec: Spec) -> str:
     total        2      310       31               10.0
     """
     total = count(spec)
-    rows = [("group", "leaves", "weights", "latents", "mapper", "ratio")]
+    rows: list[tuple[str, ...]] = [("group", "leaves", "weights", "latents", "mapper", "ratio")]
     rows += [_row(group) for group in spec.groups]
     leaves, ratio = str(len(spec.layout.leaves)), f"{total.compression_ratio:,.1f}"
     rows.append(("total", leaves, f"{total.generated:,}", f"{total.trainable:,}", "", ratio))

@@ -88,12 +88,12 @@ def _fan_in(owner: nn.Module | None, name: str, shape: tuple[int, ...]) -> int:
 def _input_size(owner: nn.Module | None) -> int:
     """Count the inputs of one output of a layer with a bias, 0 where that is not known."""
     if isinstance(owner, nn.Linear):
-        return owner.in_features
+        return int(owner.in_features)
     if isinstance(owner, nn.Bilinear):
-        return owner.in1_features
+        return int(owner.in1_features)
     if isinstance(owner, nn.modules.conv._ConvNd):
         channels = owner.out_channels if owner.transposed else owner.in_channels
-        return channels // owner.groups * math.prod(owner.kernel_size)
+        return int(channels // owner.groups * math.prod(owner.kernel_size))
     if isinstance(owner, nn.MultiheadAttention):
-        return owner.embed_dim
+        return int(owner.embed_dim)
     return 0

@@ -6,6 +6,7 @@ Word ``i`` never depends on how many words are asked for, so a slice equals the 
 """
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -69,4 +70,5 @@ def normal(key: Tensor, count: int) -> Tensor:
     lanes = torch.arange(0, 64, 16, dtype=torch.int64, device=key.device)
     parts = (words(key, 0, 3 * count).view(count, 3, 1) >> lanes) & 0xFFFF
     total = parts.sum(dim=(1, 2))
-    return (2 * total - 12 * 0xFFFF).to(torch.float64) * (0.5 / (2.0**32 - 1) ** 0.5)
+    deviation = (2 * total - 12 * 0xFFFF).to(torch.float64)
+    return deviation * (0.5 / math.sqrt(2.0**32 - 1))

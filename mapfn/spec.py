@@ -12,8 +12,8 @@ import torch
 
 from mapfn import strategies
 from mapfn.decoders import full
-from mapfn.groups import Group
 from mapfn.errors import differing, listing, message
+from mapfn.groups import Group
 from mapfn.layout import Layout, Leaf, layout, tensors_by_name
 from mapfn.mappers.frozen import frozen
 from mapfn.mappers.hadamard import hadamard

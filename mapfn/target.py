@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -144,13 +143,16 @@ def call(
     return outputs, {plain: tensors[names[0]] for plain, (names, _) in own.items()}
 
 
-def _run_function(target: Any, params: Any, state: State, args: Any, kwargs: Any) -> Any:
+def _run_function(
+    target: Any, params: Any, state: State, args: Any, kwargs: Any
+) -> tuple[Any, State]:
     if not callable(target):
         fix = "pass an nn.Module, or a function f(params, state, *args) -> (outputs, state)"
         got = type(target).__name__
         raise TypeError(message("apply(target)", expected="a target", got=got, fix=fix))
     copied = trees.map_tensors(lambda t: t.clone() if isinstance(t, Tensor) else t, state)
-    return target(params, copied, *args, **kwargs)
+    outputs, new_state = target(params, copied, *args, **kwargs)
+    return outputs, new_state
 
 
 class _Own(NamedTuple):

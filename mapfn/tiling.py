@@ -27,7 +27,13 @@ class Kernel(NamedTuple):
 
 def tiled(kernel: Kernel, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor:
     """Apply a kernel as one differentiable operation that saves nothing but the key."""
-    return _Rows.apply(kernel, key, latent, shift)  # type: ignore[no-any-return, no-untyped-call]  # torch's Function.apply has no types
+    numbers: Tensor = _run(_Rows, kernel, key, latent, shift)
+    return numbers
+
+
+def _run(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a Function; the one place where torch's missing types are met."""
+    return function.apply(*args)
 
 
 class _Rows(torch.autograd.Function):
@@ -48,16 +54,16 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (key,) = ctx.saved_tensors
-        return None, None, *_Adjoint.apply(ctx.kernel, key, gradient)
+        return None, None, *_run(_Adjoint, ctx.kernel, key, gradient)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
         (key,) = ctx.saved_tensors
-        return _Rows.apply(ctx.kernel, key, tangents[2], tangents[3])
+        return _run(_Rows, ctx.kernel, key, tangents[2], tangents[3])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], kernel: Kernel, *tensors: Tensor) -> Any:
-        return _Rows.apply(kernel, *_batched(info.batch_size, in_dims[1:], tensors)), 0
+        return _run(_Rows, kernel, *_batched(info.batch_size, in_dims[1:], tensors)), 0
 
 
 class _Adjoint(torch.autograd.Function):
@@ -76,16 +82,16 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, latent: Tensor, shift: Tensor) -> tuple[Any, ...]:
         (key,) = ctx.saved_tensors
-        return None, None, _Rows.apply(ctx.kernel, key, latent, shift)
+        return None, None, _run(_Rows, ctx.kernel, key, latent, shift)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
         (key,) = ctx.saved_tensors
-        return _Adjoint.apply(ctx.kernel, key, tangents[2])
+        return _run(_Adjoint, ctx.kernel, key, tangents[2])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], kernel: Kernel, *tensors: Tensor) -> Any:
-        return _Adjoint.apply(kernel, *_batched(info.batch_size, in_dims[1:], tensors)), (0, 0)
+        return _run(_Adjoint, kernel, *_batched(info.batch_size, in_dims[1:], tensors)), (0, 0)
 
 
 def _members(tensor: Tensor) -> Tensor:

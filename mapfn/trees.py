@@ -59,7 +59,7 @@ def _children(tree: Any, name: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         got, fix = f"keys {list(tree)!r} at {name!r}", "use string or integer keys"
         raise TypeError(message("target", expected="dict keys str or int", got=got, fix=fix))
     if isinstance(tree, tuple) and optree.is_namedtuple(tree):
-        return tuple(tree._fields), tuple(tree)
+        return tuple(optree.namedtuple_fields(type(tree))), tuple(tree)
     if type(tree) in (list, tuple):
         return tuple(range(len(tree))), tuple(tree)
     got = f"{type(tree).__name__} at {name or '(root)'!r}"

@@ -106,7 +106,7 @@ each_document = pytest.mark.parametrize(
 
 @each_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A real module, so that what a block defines can be pickled, inspected and compiled.
+    # A real module, so that what a block defines can be pickled.
     module = types.ModuleType(f"document_{path.stem}")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -29,6 +29,7 @@ FLOORS = {
     "groups": 4.2,
     "spec": 4.5,
     "validation": 4.7,
+    "serialization": 4.7,
     "generation": 5,
     "lazy": 5,
     "target": 5,

@@ -93,7 +93,7 @@ class Generation:
     buffers: Any
     gradients: list[Tensor]
 
-    def forward(self) -> dict[str, Tensor]:
+    def forward(self) -> object:
         return mapfn.generate(self.spec, self.latents, self.buffers)
 
     def both_ways(self) -> object:
@@ -157,7 +157,7 @@ class TrainStep:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        self.loss(self.batch, self.labels).backward()
+        torch.autograd.backward(self.loss(self.batch, self.labels))
         self.optimizer.step()
 
 

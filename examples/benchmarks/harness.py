@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import platform
 import resource
 import statistics
@@ -19,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 TURN_SECONDS = 0.1  # short functions are called several times a turn
+
+LOAD_BEFORE = round(os.getloadavg()[0], 1)  # near 0, or the numbers are another job's too
 
 Call = Callable[[], object]
 
@@ -144,10 +147,11 @@ def run(
         console.print(table)
 
 
-def _environment(settings: Settings) -> dict[str, str | int]:
+def _environment(settings: Settings) -> dict[str, object]:
     device = settings.device if settings.device == "cpu" else torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return {"device": device, "threads": threads, "torch": torch.__version__}
+    facts = {"device": device, "threads": threads, "torch": torch.__version__}
+    return facts | {"python": platform.python_version(), "load": LOAD_BEFORE}
 
 
 def _record(row: Row, settings: Settings) -> dict[str, object]:
@@ -158,10 +162,7 @@ def _record(row: Row, settings: Settings) -> dict[str, object]:
 def _table(settings: Settings) -> Table:
     facts = [f"{name} {value}" for name, value in _environment(settings).items()]
     sizes = ["tiny sizes, bars say nothing"] if settings.quick else []
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=", ".join([*facts, f"python {platform.python_version()}", *sizes]),
-    )
+    table = Table(box=box.SIMPLE_HEAD, title=", ".join([*facts, *sizes]))
     table.add_column("row")
     table.add_column("what", ratio=1)
     table.add_column("bar", justify="right")
