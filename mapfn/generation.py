@@ -14,6 +14,7 @@ from torch import Tensor
 from mapfn import modulation, seeds, transform, trees, validation
 from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
 from mapfn.layout import Leaf
+from mapfn.plan import Segment
 from mapfn.spec import Spec
 from mapfn.types import Buffers, Drive, Latents, MapBuffers
 
@@ -165,27 +166,31 @@ def _eager_full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[str, Tensor]:
-    wide = latent.to(torch.promote_types(latent.dtype, torch.float32))
+    hidden = latent.to(torch.promote_types(latent.dtype, torch.float32))
     last = len(group.layer_dims) - 1
-    for layer in range(last):
-        drive = _drive(group, layer, wide, buffers)
-        width = group.layer_dims[layer][1]
-        raw = _raw(group, layer, drive, buffers, 0, width)
-        wide = group.mapper.activate(wide, raw)  # type: ignore[attr-defined]  # deep maps have it
-    drive = _drive(group, last, wide, buffers)
+    for layer, (_, width) in enumerate(group.layer_dims[:last]):
+        raw = _raw(group, layer, _drive(group, layer, hidden, buffers), buffers, (0, width))
+        hidden = group.mapper.activate(hidden, raw)  # type: ignore[attr-defined]  # deep maps have it
+    drive = _drive(group, last, hidden, buffers)
     leaves: dict[str, Tensor] = {}
     for segment in group.segments:
-        # The scale of a linear map's only run goes into the latent instead of the weights.
-        folded = group.foldable and len(segment.runs) == 1
-        fed = drive.scaled(segment.runs[0].scale) if folded else drive
-        raw = _raw(group, last, fed, buffers, segment.start, segment.stop)
-        numbers = _activate(group.activation, raw)
-        for run in segment.runs:
-            part = numbers[run.start - segment.start : run.stop - segment.start]
-            center = (
-                buffers[BASE + run.pieces[0].leaf.name] if isinstance(run.base, str) else run.base
-            )
-            leaves |= run.split(group.decoder.decode(part, center, 1.0 if folded else run.scale))
+        leaves |= _generate_segment(group, segment, drive, buffers)
+    return leaves
+
+
+def _generate_segment(
+    group: Group, segment: Segment, drive: Drive, buffers: MapBuffers
+) -> dict[str, Tensor]:
+    # The scale of a linear map's only run goes into the latent instead of the weights.
+    folded = group.foldable and len(segment.runs) == 1
+    drive = drive.scaled(segment.runs[0].scale) if folded else drive
+    layer = len(group.layer_dims) - 1
+    raw = _raw(group, layer, drive, buffers, (segment.start, segment.stop))
+    numbers = _activate(group.activation, raw)
+    leaves: dict[str, Tensor] = {}
+    for run, part in zip(segment.runs, segment.cut(numbers), strict=True):
+        base = buffers[BASE + run.name] if isinstance(run.base, str) else run.base
+        leaves |= run.cut(group.decoder.decode(part, base, 1.0 if folded else run.scale))
     return leaves
 
 
@@ -203,13 +208,13 @@ def _drive(group: Group, layer: int, latent: Tensor, buffers: MapBuffers) -> Dri
 
 
 def _raw(
-    group: Group, layer: int, drive: Drive, buffers: MapBuffers, start: int, stop: int
+    group: Group, layer: int, drive: Drive, buffers: MapBuffers, rows: tuple[int, int]
 ) -> Tensor:
     own = _scoped(buffers, f"{LAYER}{layer}.")
-    raw = group.mapper.generate(own, drive.latent, drive.shift, start, stop)
+    raw = group.mapper.generate(own, drive.latent, drive.shift, *rows)
     if drive.inner.shape[-1]:
         zero = torch.zeros_like(drive.shift)
-        raw = raw + transform.rows(drive.left, drive.inner, zero, start, stop)
+        raw = raw + transform.rows(drive.left, drive.inner, zero, *rows)
     return raw
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -42,23 +42,19 @@ class Group:
     """Spread of each leaf around its base."""
     bases: tuple[float | str, ...]
     """Centre of each leaf: a number, or ``"init"`` or ``"target"`` for a tensor."""
+    num_numbers: int = field(init=False, repr=False, compare=False)
+    """Flat numbers of all leaves."""
+    segments: tuple[plan.Segment, ...] = field(init=False, repr=False, compare=False)
+    """The stretches of the flat numbers that are made together."""
 
-    @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Count the flat numbers of each leaf."""
-        return tuple(self.decoder.num_numbers(leaf.shape) for leaf in self.leaves)
-
-    @property
-    def num_numbers(self) -> int:
-        """Count the flat numbers of the group."""
-        return sum(self.counts)
-
-    @cached_property
-    def segments(self) -> tuple[plan.Segment, ...]:
-        """Plan which stretches of the flat numbers are made together."""
-        columns = zip(self.leaves, self.counts, self.scales, self.bases, strict=True)
+    def __post_init__(self) -> None:
+        """Derive the plan once, eagerly: traced code only reads it."""
+        counts = [self.decoder.num_numbers(leaf.shape) for leaf in self.leaves]
+        columns = zip(self.leaves, counts, self.scales, self.bases, strict=True)
         pieces = [plan.Piece(*column) for column in columns]
-        return plan.segments(pieces, mergeable=isinstance(self.decoder, full))
+        found = plan.segments(pieces, mergeable=isinstance(self.decoder, full))
+        object.__setattr__(self, "num_numbers", sum(counts))
+        object.__setattr__(self, "segments", found)
 
     @property
     def foldable(self) -> bool:

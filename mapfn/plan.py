@@ -41,6 +41,11 @@ class Run:
         return self.start + sum(piece.count for piece in self.pieces)
 
     @property
+    def name(self) -> str:
+        """The name of its only leaf, where the base is a tensor."""
+        return self.pieces[0].leaf.name
+
+    @property
     def scale(self) -> float:
         """The spread of every leaf."""
         return self.pieces[0].scale
@@ -50,10 +55,10 @@ class Run:
         """The centre of every leaf; of a run of one leaf where it is a tensor."""
         return self.pieces[0].base
 
-    def split(self, decoded: Tensor) -> dict[str, Tensor]:
+    def cut(self, decoded: Tensor) -> dict[str, Tensor]:
         """Cut decoded weights, flat, into the leaves, each in its shape and dtype."""
         leaves = [piece.leaf for piece in self.pieces]
-        parts = torch.split(decoded, [leaf.numel for leaf in leaves])
+        parts = cut(decoded, [leaf.numel for leaf in leaves])
         return {
             leaf.name: part.view(leaf.shape).to(leaf.torch_dtype)
             for leaf, part in zip(leaves, parts, strict=True)
@@ -75,6 +80,10 @@ class Segment:
     def stop(self) -> int:
         """One past the last flat number."""
         return self.runs[-1].stop
+
+    def cut(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Cut the segment's flat numbers into its runs."""
+        return cut(numbers, [run.stop - run.start for run in self.runs])
 
 
 def segments(pieces: Iterable[Piece], *, mergeable: bool) -> tuple[Segment, ...]:
@@ -109,3 +118,14 @@ def _runs(pieces: Iterable[Piece], mergeable: bool) -> Iterator[Run]:
         run = Run(tuple(piece for _, piece in members), start)
         start = run.stop
         yield run
+
+
+def cut(flat: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Cut a flat tensor into parts; a single part is the tensor itself.
+
+    Not a view of all of it: the backward pass of a view copies the gradient.
+
+    >>> [part.tolist() for part in cut(torch.arange(3), [1, 2])]
+    [[0], [1, 2]]
+    """
+    return torch.split(flat, sizes) if len(sizes) > 1 else (flat,)

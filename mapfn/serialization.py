@@ -104,7 +104,9 @@ def _leaf(row: dict[str, Any]) -> Leaf:
 
 
 def _group_to_data(group: Group) -> dict[str, Any]:
-    row = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    row = {
+        field.name: getattr(group, field.name) for field in dataclasses.fields(group) if field.init
+    }
     row |= {name: _part_to_data(row[name]) for name in _PARTS}
     return row | {"leaves": [leaf.name for leaf in group.leaves]}
 

@@ -19,6 +19,8 @@ _PAIRS = 32  # (column, row) sign pairs in one 64-bit word
 _PAIRS_A_BYTE = 4
 # Rows made at once: 1 MiB of float32, so that a tile and its scratch stay in a core's L2 cache.
 _TILE_ROWS = 2**18
+# Tiles whose random words are drawn at once: few operations, and at most 1 MiB of words.
+_TILES_A_DRAW = 16
 
 
 class _Blocks(NamedTuple):
@@ -129,77 +131,103 @@ class _Scratch(NamedTuple):
     x: Tensor  # [tile, order]
     y: Tensor  # [tile, order]
     bits: Tensor  # int8 [tile, pairs a byte, bytes]
-    shifts: Tensor  # int8 [pairs a byte, 1]
+    signs: Tensor  # int8 [tile, order], the bits as rows
+    shifts: tuple[Tensor, Tensor]  # int8 [pairs a byte, 1], for the column and the row signs
     matrix: Tensor  # [larger factor, larger factor]
 
 
-def _scratch(blocks: _Blocks, like: Tensor) -> _Scratch:
-    tile = min(max(1, _TILE_ROWS // blocks.order), blocks.last - blocks.first)
-    width = max(blocks.order, _PAIRS)
-    x, y = like.new_empty(2, tile, blocks.order)
-    bits = torch.empty(
-        tile, _PAIRS_A_BYTE, width // _PAIRS_A_BYTE, dtype=torch.int8, device=like.device
-    )
-    matrix = hadamard_matrix(max(_factors(blocks.order)), like)
-    return _Scratch(x, y, bits, _bit_shifts(like), matrix)
+class _Tile(NamedTuple):
+    """Some neighbouring blocks of the map."""
+
+    packed: Tensor
+    """Their random bytes, ``int8 [tile, 1, bytes]``."""
+    inside: slice
+    """The wanted rows among the tile's."""
+    outside: slice
+    """The tile's rows among the wanted."""
 
 
-def _tiles(blocks: _Blocks, scratch: _Scratch) -> Iterator[tuple[int, int, slice, slice]]:
-    """Yield (first block, last block, its rows in the tile, its rows in the result)."""
-    for first in range(blocks.first, blocks.last, len(scratch.x)):
-        last = min(first + len(scratch.x), blocks.last)
-        offset = first * blocks.order
-        low, high = max(blocks.start, offset), min(blocks.stop, last * blocks.order)
-        in_tile = slice(low - offset, high - offset)
-        yield first, last, in_tile, slice(low - blocks.start, high - blocks.start)
+def _scratch(tile: int, order: int, like: Tensor) -> _Scratch:
+    x, y = like.new_empty(2, tile, order)
+    byte_shape = _PAIRS_A_BYTE, max(order, _PAIRS) // _PAIRS_A_BYTE
+    bits = torch.empty(tile, *byte_shape, dtype=torch.int8, device=like.device)
+    columns = _bit_shifts(like)
+    matrix = hadamard_matrix(max(_factors(order)), like)
+    return _Scratch(x, y, bits, bits.flatten(1)[:, :order], (columns, columns + 1), matrix)
+
+
+def _tile_size(blocks: _Blocks) -> int:
+    return min(max(1, _TILE_ROWS // blocks.order), blocks.last - blocks.first)
+
+
+def _tiles(blocks: _Blocks, key: Tensor, like: Tensor) -> Iterator[tuple[_Tile, _Scratch]]:
+    """Yield every tile of the map, with scratch of its size."""
+    size = _tile_size(blocks)
+    scratch = _scratch(size, blocks.order, like)
+    for start in range(blocks.first, blocks.last, size * _TILES_A_DRAW):
+        stop = min(start + size * _TILES_A_DRAW, blocks.last)
+        for index, packed in enumerate(_sign_bytes(key, blocks, start, stop).split(size)):
+            if len(packed) < size:
+                scratch = _scratch(len(packed), blocks.order, like)
+            yield _tile(blocks, start + index * size, packed), scratch
+
+
+def _tile(blocks: _Blocks, first: int, packed: Tensor) -> _Tile:
+    offset = first * blocks.order
+    low, high = max(blocks.start, offset), min(blocks.stop, offset + len(packed) * blocks.order)
+    inside = slice(low - offset, high - offset)
+    return _Tile(packed, inside, slice(low - blocks.start, high - blocks.start))
 
 
 def _tiled_rows(blocks: _Blocks, key: Tensor, latent: Tensor, shift: Tensor, out: Tensor) -> None:
-    scratch = _scratch(blocks, latent)
     columns = latent.new_zeros(blocks.order)
     columns[: blocks.latent_dim] = latent * blocks.latent_dim**-0.5
-    for first, last, in_tile, in_out in _tiles(blocks, scratch):
-        packed = _sign_bytes(key, blocks, first, last)
-        x, y = scratch.x[: last - first], scratch.y[: last - first]
-        x.copy_(_signs_into(scratch, packed, 0)).mul_(columns)
-        _mix(blocks, scratch, x, y)
-        y.copy_(_signs_into(scratch, packed, 1))
-        torch.addcmul(shift, x.view(-1)[in_tile], y.view(-1)[in_tile], out=out[in_out])
+    for tile, scratch in _tiles(blocks, key, latent):
+        x, y = scratch.x, scratch.y
+        x.copy_(_read_signs(scratch, tile, 0)).mul_(columns)
+        _mix(scratch)
+        y.copy_(_read_signs(scratch, tile, 1))
+        x, y = x.view(-1)[tile.inside], y.view(-1)[tile.inside]
+        torch.addcmul(shift, x, y, out=out[tile.outside])
 
 
 def _tiled_adjoint(blocks: _Blocks, key: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    scratch = _scratch(blocks, gradient)
-    total = torch.zeros_like(scratch.x)
-    for first, last, in_tile, in_gradient in _tiles(blocks, scratch):
-        packed = _sign_bytes(key, blocks, first, last)
-        x, y = scratch.x[: last - first], scratch.y[: last - first]
-        x.copy_(_signs_into(scratch, packed, 1))
-        flat = x.view(-1)
-        flat[: in_tile.start] = 0
-        flat[in_tile].mul_(gradient[in_gradient])
-        flat[in_tile.stop :] = 0
-        _mix(blocks, scratch, x, y)
-        y.copy_(_signs_into(scratch, packed, 0))
-        total[: last - first].addcmul_(x, y)
-    latent = total.sum(0)[: blocks.latent_dim] * blocks.latent_dim**-0.5
-    return latent, gradient.sum()
+    shift = gradient.new_zeros(())
+    total = gradient.new_zeros(_tile_size(blocks), blocks.order)
+    for tile, scratch in _tiles(blocks, key, gradient):
+        part = gradient[tile.outside]
+        shift += part.sum()
+        scratch.x.copy_(_read_signs(scratch, tile, 1))
+        _multiply_within(scratch.x.view(-1), part, tile.inside)
+        _mix(scratch)
+        scratch.y.copy_(_read_signs(scratch, tile, 0))
+        total[: len(scratch.x)].addcmul_(scratch.x, scratch.y)
+    return total.sum(0)[: blocks.latent_dim] * blocks.latent_dim**-0.5, shift
 
 
-def _signs_into(scratch: _Scratch, packed: Tensor, which: int) -> Tensor:
+def _multiply_within(flat: Tensor, part: Tensor, inside: slice) -> None:
+    """Multiply the inside of a tile by a part of a gradient; what is outside has none."""
+    flat[inside].mul_(part)
+    if len(part) < len(flat):
+        flat[: inside.start] = 0
+        flat[inside.stop :] = 0
+
+
+def _read_signs(scratch: _Scratch, tile: _Tile, which: int) -> Tensor:
     """Read the column (0) or row (1) signs of a tile into the scratch: ``int8 [tile, order]``."""
-    bits = scratch.bits[: len(packed)]
-    torch.bitwise_left_shift(packed, scratch.shifts + which, out=bits)
-    return (
-        bits.bitwise_right_shift_(7).bitwise_or_(1).view(len(packed), -1)[:, : scratch.x.shape[1]]
-    )
+    torch.bitwise_left_shift(tile.packed, scratch.shifts[which], out=scratch.bits)
+    scratch.bits.bitwise_right_shift_(7).bitwise_or_(1)
+    return scratch.signs
 
 
-def _mix(blocks: _Blocks, scratch: _Scratch, x: Tensor, y: Tensor) -> None:
-    """Multiply every block of ``x`` by ``H``, leaving the result in ``x``."""
-    a, b = _factors(blocks.order)
-    torch.mm(x.view(-1, b), scratch.matrix[:b, :b], out=y.view(-1, b))
+def _mix(scratch: _Scratch) -> None:
+    """Multiply every block of ``x`` by ``H`` in place."""
+    x, y, matrix = scratch.x, scratch.y, scratch.matrix
+    a, b = _factors(x.shape[1])
     if a == 1:
+        torch.mm(x, matrix, out=y)
         x.copy_(y)
         return
-    left = scratch.matrix[:a, :a].expand(len(x), a, a)
+    torch.mm(x.view(-1, b), matrix[:b, :b], out=y.view(-1, b))
+    left = matrix[:a, :a].expand(len(x), a, a)
     torch.bmm(left, y.view(-1, a, b), out=x.view(-1, a, b))
