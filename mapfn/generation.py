@@ -110,6 +110,8 @@ def generate(spec: Spec, latents: Latents, buffers: Buffers) -> Any:
     ``theta = base + scale * activation(W z + alpha z.z / d)`` (arXiv 2602.19134), computed in
     float32 (float64 for float64 latents) with autocast off, and cast to the leaf's dtype last.
     Large leaves are made tile by tile in cache, so that nothing but the weights is allocated.
+    Traced code keeps the caller's ``torch.set_float32_matmul_precision``, which a graph cannot
+    change: leave it at ``"highest"``, its default, for weights that agree between machines.
 
     Args:
         spec: from :func:`~mapfn.make_spec`.

@@ -61,6 +61,8 @@ def rows(key: Tensor, latent: Tensor, shift: Tensor, start: int, stop: int) -> T
     latent_dim = latent.shape[-1]
     order = 1 << (latent_dim - 1).bit_length()
     blocks = _Blocks(latent_dim, order, start, stop)
+    if start == stop:
+        return shift.expand(0)
     if torch.compiler.is_compiling():
         return _plain(blocks, key, latent, shift)
     return tiled(_kernel(blocks), key, latent, shift)
