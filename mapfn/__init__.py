@@ -5,6 +5,7 @@
 """
 
 from mapfn.decoders import full
+from mapfn.doctor import check
 from mapfn.ensemble import stack, unstack
 from mapfn.generation import base_params, generate, init
 from mapfn.mappers.frozen import frozen
@@ -32,6 +33,7 @@ __all__ = [
     "base_params",
     "budget",
     "call",
+    "check",
     "count",
     "frozen",
     "full",

@@ -232,6 +232,10 @@ def bake(target: Any, params: Any, state: State) -> Any:
         memo[id(found.tensor)] = nn.Parameter(weight, requires_grad=found.tensor.requires_grad)
     for plain, found in own[1].items():
         memo[id(found.tensor)] = state[plain].detach().clone()
+    # Old weight_norm keeps its last product as a plain attribute on a graph: no leaf to copy.
+    for child in module.modules():
+        plain_tensors = (value for value in vars(child).values() if isinstance(value, Tensor))
+        memo |= {id(value): value.detach().clone() for value in plain_tensors}
     return copy.deepcopy(module, memo)
 
 
