@@ -45,7 +45,7 @@ def initial(owner: nn.Module | None, name: str, shape: tuple[int, ...]) -> Initi
         return Initial(_EMBEDDING_STD, 0.0, fan_in)
     if isinstance(owner, nn.RNNBase | nn.RNNCellBase):
         return Initial(_uniform_std(owner.hidden_size), 0.0, fan_in)
-    if isinstance(owner, nn.MultiheadAttention) and len(shape) == 2 and name.startswith("in_proj"):
+    if isinstance(owner, nn.MultiheadAttention) and name.endswith("proj_weight"):
         return Initial(math.sqrt(2 / (shape[0] + shape[1])), 0.0, fan_in)
     return Initial(_uniform_std(fan_in), 0.0, fan_in)
 
@@ -78,7 +78,7 @@ def _is_transformers_linear(owner: nn.Module | None) -> bool:
 
 def _fan_in(owner: nn.Module | None, name: str, shape: tuple[int, ...]) -> int:
     """Count the inputs of one output; a bias has the fan-in of the weight beside it."""
-    if len(shape) < 2 and "bias" in name:
+    if "bias" in name or isinstance(owner, nn.Bilinear):
         size = _input_size(owner)
         if size:
             return size

@@ -4,6 +4,7 @@ A spec is plain, hashable data: which leaves there are, which latent vector make
 which mapper, modulation, activation and decoder. It holds no tensor and no randomness.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -241,7 +242,11 @@ def _own_scale(leaf: Leaf, scale: Mapping[str, float]) -> float:
 def _check_scale_names(leaves: tuple[Leaf, ...], scale: Mapping[str, float], whole: Layout) -> None:
     strategies.select(whole, list(scale), where="make_spec(scale=)")
     for pattern, number in scale.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not 0 < number < math.inf
+        ):
             where, fix = f"make_spec(scale=), {pattern!r}", "pass a positive number"
             raise ValueError(message(where, expected="a number > 0", got=repr(number), fix=fix))
 

@@ -144,14 +144,14 @@ def _own_groups(strategy: grouped, layout: Layout) -> dict[str, list[Leaf]]:
                 _claim(owner, leaf, group)
     rest = [name for name, patterns in strategy.groups.items() if patterns is ...]
     loose = [leaf for leaf in layout.leaves if leaf.name not in owner]
-    if len(rest) != 1 and loose:
-        fix = "add them to a group, or give one group `...`, all other leaves"
-        got = f"{listing(leaf.name for leaf in loose)} in none"
-        raise ValueError(message("grouped", expected="every leaf in a group", got=got, fix=fix))
     if len(rest) > 1 or (rest and not loose):
         fix = "let exactly one group be `...`, and leave leaves for it"
         got = f"{listing(rest)}"
         raise ValueError(message("grouped", expected="leaves for each `...`", got=got, fix=fix))
+    if loose and not rest:
+        fix = "add them to a group, or give one group `...`, all other leaves"
+        got = f"{listing(leaf.name for leaf in loose)} in none"
+        raise ValueError(message("grouped", expected="every leaf in a group", got=got, fix=fix))
     owner |= {leaf.name: rest[0] for leaf in loose}
     groups: dict[str, list[Leaf]] = {group: [] for group in strategy.groups}
     for leaf in layout.leaves:

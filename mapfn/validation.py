@@ -101,9 +101,7 @@ def check_buffers(spec: Spec, buffers: Any) -> None:
         wanted = group.buffer_shapes
         _check_names(where, wanted, own, fix)
         for name, shape in wanted.items():
-            if tuple(own[name].shape) != shape:
-                got, expected = f"shape {tuple(own[name].shape)}", f"shape {shape}"
-                raise ValueError(message(f"{where}[{name!r}]", expected=expected, got=got, fix=fix))
+            _check_shape(f"{where}[{name!r}]", shape, own[name], fix)
 
 
 def check_tensors(where: str, wanted: Mapping[str, Tensor], got: Any, fix: str) -> None:
@@ -115,14 +113,16 @@ def check_tensors(where: str, wanted: Mapping[str, Tensor], got: Any, fix: str) 
     """
     _check_names(where, wanted, got, fix)
     for name, tensor in wanted.items():
-        had = got[name]
-        if not isinstance(had, Tensor):
-            kind = type(had).__name__
-            raise TypeError(message(f"{where}[{name!r}]", expected="a tensor", got=kind, fix=fix))
-        if had.shape != tensor.shape:
-            shapes = f"shape {tuple(tensor.shape)}", f"shape {tuple(had.shape)}"
-            where = f"{where}[{name!r}]"
-            raise ValueError(message(where, expected=shapes[0], got=shapes[1], fix=fix))
+        _check_shape(f"{where}[{name!r}]", tuple(tensor.shape), got[name], fix)
+
+
+def _check_shape(where: str, shape: tuple[int, ...], got: Any, fix: str) -> None:
+    if not isinstance(got, Tensor):
+        kind = type(got).__name__
+        raise TypeError(message(where, expected="a tensor", got=kind, fix=fix))
+    if tuple(got.shape) != shape:
+        had = f"shape {tuple(got.shape)}"
+        raise ValueError(message(where, expected=f"shape {shape}", got=had, fix=fix))
 
 
 def _check_names(where: str, wanted: Iterable[str], got: Any, fix: str) -> None:

@@ -68,7 +68,7 @@ def test_an_ensemble_runs_as_its_members_do():
 
 
 def test_gradients_of_an_ensemble_are_its_members():
-    module = target()
+    module = target().eval()
     spec = mapfn.make_spec(module, latent_dim=4)
     members = [mapfn.init(spec, seed) for seed in range(3)]
     buffers, state, images = members[0][1], mapfn.init_state(module), torch.randn(5, 1, 3, 3)

@@ -1,5 +1,6 @@
 """Specs: which leaves share latents, how many, and what a group may have for itself."""
 
+import itertools
 import pickle
 
 import pytest
@@ -169,7 +170,7 @@ def test_a_budget_is_spent_exactly(drawn):
     assert sum(parts.values()) == min(drawn[1], sum(sizes.values()))
     assert all(1 <= parts[name] <= size for name, size in sizes.items())
     by_size = sorted(sizes, key=sizes.get)
-    pairs = zip(by_size, by_size[1:], strict=False)
+    pairs = itertools.pairwise(by_size)
     # A larger group never gets less, but for the one latent that a remainder gives.
     assert all(parts[small] <= parts[large] + 1 for small, large in pairs)
 

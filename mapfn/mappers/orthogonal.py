@@ -9,8 +9,8 @@ from torch import Tensor
 from mapfn import seeds
 from mapfn.types import MapBuffers
 
-# Random numbers drawn at once: bounds the scratch beside a large matrix.
-_CHUNK = 2**20
+# Random numbers drawn at once: scratch of a few per cent of a large matrix, and few operations.
+_CHUNK, _MOST_CHUNKS = 2**20, 256
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class orthogonal:
         key = seeds.key(seed)
         total = num_numbers * latent_dim
         entries = torch.empty(total, dtype=torch.float64)
-        for start in range(0, total, _CHUNK):
-            stop = min(start + _CHUNK, total)
+        chunk = max(_CHUNK, -(-total // _MOST_CHUNKS))
+        for start in range(0, total, chunk):
+            stop = min(start + chunk, total)
             entries[start:stop] = seeds.uniform(key, stop - start, start)
         columns, _ = torch.linalg.qr(entries.view(num_numbers, latent_dim))
         return {"matrix": (columns * (num_numbers / latent_dim) ** 0.5).float()}
