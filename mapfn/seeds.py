@@ -13,6 +13,7 @@ from torch import Tensor
 
 # SplitMix64's constants, as signed 64-bit integers: torch's int64 arithmetic wraps modulo 2**64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_GAMMA_INVERSE = 0xF1DE83E19937733D - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
@@ -46,7 +47,9 @@ def words(key: Tensor, start: int, count: int) -> Tensor:
     True
     """
     index = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=key.device)
-    word = key + index * _GAMMA
+    # key + index * gamma, but with the key inside: of a constant times an index Inductor makes a
+    # loop counter in C++, whose signed overflow lets the loop run past its end (torch 2.13).
+    word = (key * _GAMMA_INVERSE + index) * _GAMMA
     word = (word ^ _logical_right_shift(word, 30)) * _MIX_1
     word = (word ^ _logical_right_shift(word, 27)) * _MIX_2
     return word ^ _logical_right_shift(word, 31)

@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -118,7 +119,8 @@ def call(
         params: from :func:`~mapfn.generate`.
         state: from :func:`init_state` or the last call.
         *args: the method's positional arguments.
-        method: its name; ``"forward"`` runs the module's hooks too.
+        method: its name, ``"encode"`` or that of a submodule, ``"encoder"``, say;
+            ``"forward"`` is the module itself, hooks included.
         training: the mode for this call alone, None to leave it.
         kwargs: the method's keyword arguments, as a dict, so that none of its names is taken.
 
@@ -137,8 +139,8 @@ def call(
     own = _own_tensors(module, "_buffers")
     tensors = _lent(_own_tensors(module, "_parameters"), "params", params)
     tensors |= {name: tensor.clone() for name, tensor in _lent(own, "state", state).items()}
-    function = module if method == "forward" else getattr(module, method)
-    with _mode(module, training), _reparametrize_module(module, tensors):
+    function = module if method == "forward" else attrgetter(method)(module)
+    with _mode(module, training), _no_new_buffers(module), _reparametrize_module(module, tensors):
         outputs = function(*args, **(kwargs or {}))
     return outputs, {plain: tensors[names[0]] for plain, (names, _) in own.items()}
 
@@ -183,6 +185,22 @@ def _lent(own: Mapping[str, _Own], where: str, given: Any) -> dict[str, Tensor]:
     wanted = {plain: found.tensor for plain, found in own.items()}
     validation.check_tensors(where, wanted, given, f"pass what {source} returns for this target")
     return {real: given[plain] for plain, found in own.items() for real in found.names}
+
+
+@contextmanager
+def _no_new_buffers(module: nn.Module) -> Iterator[None]:
+    """Empty the buffers that are None before the call again: a cache that forward fills."""
+    empty = [
+        (child._buffers, name)
+        for child in module.modules()
+        for name, tensor in child._buffers.items()
+        if tensor is None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name in empty:
+            buffers[name] = None
 
 
 @contextmanager

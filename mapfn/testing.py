@@ -56,11 +56,13 @@ def assert_fullgraph(
     torch.compiler.reset()
     try:
         with forked():
+            # Eager code first: what is wrong with the function itself shows as it is.
+            wanted = [_called(trial, fn, _numbered(version, 0)) for version in versions]
             compiled = _compiled_calls(trial, backend, versions)
-            for version, got in zip(versions, compiled, strict=True):
-                _check_equal(trial, got, _called(trial, fn, _numbered(version, 0)))
     finally:
         torch.compiler.reset()
+    for one, other in zip(compiled, wanted, strict=True):
+        _check_equal(trial, one, other)
     return [outcome.outputs for outcome in compiled]
 
 
@@ -113,6 +115,10 @@ def _compiled_call(trial: _Trial, compiled: Callable[..., Any], args: Any) -> _O
     except torch._dynamo.exc.TorchDynamoException as error:
         fix = "use plain tensor operations there, or keep that line out of the compiled function"
         raise trial.fault("no graph break", _reason(error), fix) from error
+    except Exception as error:  # Eager code ran, so that torch's compiler is to blame.
+        got = f"{type(error).__name__}: {_reason(error)}"
+        fix = "find the operation with backend='eager', which leaves out AOTAutograd"
+        raise trial.fault("a graph that runs", got, fix) from error
     for index, (old, new) in enumerate(zip(before, _held(args), strict=True)):
         if not same(old, new):
             got, fix = f"tensor {index} of them changed in place", "return the new value instead"

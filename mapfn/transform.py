@@ -19,6 +19,8 @@ _PAIRS = 32  # (column, row) sign pairs in one 64-bit word
 _PAIRS_A_BYTE = 4
 # Rows made at once: 1 MiB of float32, so that a tile and its scratch stay in a core's L2 cache.
 _TILE_ROWS = 2**18
+# Rows up to which plain operations are faster than the tiled Function.
+_SMALL = 2**14
 # Tiles whose random words are drawn at once: few operations, and at most 1 MiB of words.
 _TILES_A_DRAW = 16
 
@@ -63,7 +65,7 @@ def rows(key: Tensor, latent: Tensor, shift: Tensor, start: int, stop: int) -> T
     blocks = _Blocks(latent_dim, order, start, stop)
     if start == stop:
         return shift.expand(0)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or stop - start <= _SMALL:
         return _plain(blocks, key, latent, shift)
     return tiled(_kernel(blocks), key, latent, shift)
 
@@ -72,8 +74,8 @@ def hadamard_matrix(order: int, like: Tensor) -> Tensor:
     """Build the Sylvester-Hadamard matrix ``[order, order]``: -1 where popcount(i & j) is odd."""
     index = torch.arange(order, device=like.device)
     parity = index[:, None] & index
-    for bits in (8, 4, 2, 1):
-        parity = parity ^ (parity >> bits)
+    for power in range((order.bit_length() - 1).bit_length()):
+        parity = parity ^ (parity >> 2**power)
     return (1 - 2 * (parity & 1)).to(like.dtype)
 
 

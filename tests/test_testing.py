@@ -67,11 +67,21 @@ def constant(x: Tensor) -> int:
     return 3
 
 
+def fails(graph: Any, inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    return run
+
+
 WRONG = [
     (prints, r"\(prints\): expected no graph break, got .*`print`"),
     (breaks, r"\(breaks\): expected no graph break, got .*graph_break"),
     (branches, r"expected no graph break, got Data-dependent branching"),
-    (counting(), r"\(counted\): expected no recompilation, got Recompiling function counted.* calls == 0"),
+    (
+        counting(),
+        r"\(counted\): expected no recompilation, got Recompiling function counted.* calls == 5",
+    ),
     (draws, r"expected what eager code computes, got other outputs: it draws random numbers"),
     (differs, r"got other outputs: Tensor-likes are not close.*difference: 1\.0"),
     (differs_backward, r"got other gradients: Tensor-likes are not close"),
@@ -95,8 +105,18 @@ def test_a_buffer_changed_in_a_module_is_seen() -> None:
         assert_fullgraph(lambda norm, x: norm(x), norm, torch.eye(2))
 
 
+def test_a_graph_that_does_not_run_is_named() -> None:
+    with pytest.raises(AssertionError, match="expected a graph that runs, got RuntimeError: no su"):
+        assert_fullgraph(double, torch.ones(2), backend=fails)
+
+
+def test_an_error_of_the_function_itself_comes_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"shape '.7.' is invalid"):
+        assert_fullgraph(lambda x: x.reshape(7), torch.ones(2))
+
+
 def test_advice_for_random_functions_is_a_seed() -> None:
-    with pytest.raises(AssertionError, match="To mend it: pass seed=.$"):
+    with pytest.raises(AssertionError, match=r"To mend it: pass seed=\.$"):
         assert_fullgraph(draws, torch.ones(2))
 
 

@@ -46,6 +46,7 @@ each_span = pytest.mark.parametrize(("start", "stop"), SPANS)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
+    monkeypatch.setattr(transform, "_SMALL", 0)
     monkeypatch.setattr(transform, "_TILE_ROWS", 16)
     monkeypatch.setattr(hashed_module, "_TILE_ROWS", 16)
 

@@ -20,8 +20,8 @@ class Row(NamedTuple):
     """Makes one batch."""
     function: Callable[..., tuple[Any, Any]] | None = None
     """Runs the tree; None for a module."""
-    random: bool = False
-    """Whether it draws random numbers in training mode."""
+    refuses: tuple[str, ...] = ()
+    """Transforms that torch itself does not have for it."""
 
     def built(self) -> tuple[Any, Any]:
         """Return what a spec is made from and what is run, the same values every time."""
@@ -39,9 +39,11 @@ def loss(outputs: Tensor) -> Tensor:
 
 def numbers(*shape: int) -> Callable[[int], Tensor]:
     """Make batches of fixed floating numbers of one shape."""
-    return lambda batch: (
-        torch.linspace(-1, 1.5, batch * torch.Size(shape).numel()).sin().view(batch, *shape)
-    )
+
+    def batch(size: int) -> Tensor:
+        return torch.linspace(-9, 9, size * math.prod(shape)).sin().view(size, *shape)
+
+    return batch
 
 
 def tokens(batch: int) -> Tensor:
@@ -119,9 +121,6 @@ class Layer(NamedTuple):
 def nested() -> Any:
     layers = [Layer(torch.randn(i, o), torch.zeros(o)) for i, o in ((3, 4), (4, 2))]
     return {"layers": layers, "gain": torch.ones(())}
-        "layers": [Layer(first, torch.zeros(4)), Layer(second, torch.zeros(2))],
-        "gain": torch.ones(()),
-    }
 
 
 def run_nested(params: Any, state: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -135,9 +134,9 @@ ZOO = {
     for row in (
         Row("mlp", perceptron, numbers(3)),
         Row("cnn", convolutional, numbers(1, 3, 3)),
-        Row("dropout", with_dropout, numbers(1, 3, 3), random=True),
+        Row("dropout", with_dropout, numbers(1, 3, 3)),
         Row("residual", Residual, numbers(3)),
-        Row("lstm", Recurrent, numbers(3, 2)),
+        Row("lstm", Recurrent, numbers(3, 2), refuses=("vmap", "vmap_grad_and_value")),
         Row("transformer", Transformer, tokens),
         Row("weight_norm", weight_normed, numbers(3)),
         Row("tree", nested, numbers(3), function=run_nested),
