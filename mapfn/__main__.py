@@ -1,6 +1,19 @@
-"""``python -m mapfn``: the console command."""
+"""``python -m mapfn`` and ``mapfn``: the console command, where its extra is installed."""
 
-from mapfn.cli import main
+import importlib.util
+import sys
+
+
+def main() -> None:
+    """Run the command, or say in one line what has to be installed for it."""
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'mapfn: {" and ".join(missing)} missing: pip install "mapfn[demo]"', file=sys.stderr)
+        raise SystemExit(1)
+    from mapfn.cli import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

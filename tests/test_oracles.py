@@ -10,6 +10,7 @@ import mapfn
 from mapfn import transform
 from mapfn.groups import fixed_numbers
 
+pytestmark = pytest.mark.usefixtures("path")
 SIZE = 13
 TANH_GAIN = (
     1 / torch.distributions.Normal(0, 1).icdf(torch.linspace(5e-7, 1 - 5e-7, 10**6)).tanh().std()
