@@ -50,6 +50,8 @@ def demo(
     Example: `mapfn demo --latent-dim 256`
     """
     digits = _digits()
+    # The network is too small for two threads to help, and each would wait for a busy core.
+    torch.set_num_threads(1)
     console = Console(stderr=as_json)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("mapped", total=2 * epochs)

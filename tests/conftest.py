@@ -1,6 +1,7 @@
 """Hypothesis draws the same few examples everywhere, and never fails for being slow."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from mapfn import transform
@@ -13,6 +14,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
 )
 settings.load_profile("repeatable")
+
+# Two xdist workers share two cores: threads of their own would only wait for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["plain", "tiled"])

@@ -8,12 +8,13 @@ import torch
 from contract import MAPPERS, mapped, settings, through_apply
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import mapfn
 from mapfn.testing import assert_fullgraph
 
 
-def on_latents(target: str = "mlp", mapper: str = "hadamard") -> tuple[Callable[..., Tensor], Any]:
+def on_latents(target: str = "mlp", mapper: str = "hashed") -> tuple[Callable[..., Tensor], Any]:
     """Return the loss as a function of the one latent and a batch, and the latent."""
     of = mapped(target, "slvt", mapper)
     value = through_apply(of)
@@ -56,7 +57,7 @@ def test_one_function_inside_and_outside_of_transforms() -> None:
     assert ahead - behind == pytest.approx(slope, rel=0.05)
 
 
-@pytest.mark.parametrize("mapper", ["identity", "hadamard"])
+@pytest.mark.parametrize("mapper", ["identity", pytest.param("hadamard", marks=pytest.mark.slow)])
 def test_inner_loop_of_gradient_steps_inside_vmap_inside_grad(mapper: str) -> None:
     """C6: learning a start point for several tasks, each two gradient steps away from it."""
     total, of = on_latents(mapper=mapper)
@@ -92,14 +93,14 @@ def test_transforms_go_inside_of_compile(transform: Any) -> None:
     argument = latent if transform is torch.func.grad else torch.stack([latent, latent * 2])
     torch.compiler.reset()
     compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="also wrapped within a torch.compile"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"within a torch\.compile"):
         transform(compiled)(argument)
     got = assert_fullgraph(transform(total), argument, calls=2)[0]
     torch.testing.assert_close(got, transform(total)(argument))
 
 
-def random_operations(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Compile, and name the operations in the graphs of both passes that draw random numbers."""
+def random_operations(fn: Callable[..., Any], *args: Any) -> tuple[list[str], Any]:
+    """Name the operations in the graphs of both passes that draw, and return the first result."""
     seen: list[str] = []
 
     def reading(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -107,10 +108,10 @@ def random_operations(fn: Callable[..., Any], *args: Any) -> list[str]:
         tagged = [each for each in operations if isinstance(each, torch._ops.OpOverload)]
         assert tagged
         seen.extend(str(o) for o in tagged if torch.Tag.nondeterministic_seeded in o.tags)
-        return graph
+        return make_boxed_func(graph.forward)
 
-    assert_fullgraph(fn, *args, calls=2, seed=0, backend=aot_autograd(fw_compiler=reading))
-    return seen
+    backend = aot_autograd(fw_compiler=reading)
+    return seen, assert_fullgraph(fn, *args, calls=2, seed=0, backend=backend)[0]
 
 
 MODULATIONS = {
@@ -131,15 +132,15 @@ def test_no_random_operation_in_the_graph_of_generate(mapper: str, modulation: s
     spec = mapfn.make_spec(target, latent_dim=3, **options)
     latents, buffers = mapfn.init(spec, seed=2)
     leaves = {name: latent.requires_grad_() for name, latent in latents.items()}
-    assert random_operations(mapfn.generate, spec, leaves, buffers) == []
-    got = assert_fullgraph(mapfn.generate, spec, latents, buffers, calls=1)[0]
+    drawing, got = random_operations(mapfn.generate, spec, leaves, buffers)
+    assert drawing == []
     torch.testing.assert_close(got, mapfn.generate(spec, latents, buffers), rtol=1e-6, atol=1e-6)
 
 
 def test_random_operations_in_a_graph_are_found() -> None:
     """C18: what looks into the graph above sees the dropout of a target."""
     of = mapped("dropout", "slvt", "identity")
-    assert random_operations(through_apply(of), *of.arguments) != []
+    assert random_operations(through_apply(of), *of.arguments)[0] != []
 
 
 def test_lstm_is_refused_until_it_is_allowed() -> None:
@@ -150,8 +151,6 @@ def test_lstm_is_refused_until_it_is_allowed() -> None:
     over = torch.vmap(through_apply(of), in_dims=(0, None, 0, None))
     with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::lstm\.input"):
         over(*of.members)
-    with settings(), pytest.raises(AssertionError, match=r"Batching rule not .*aten::lstm\.input"):
-        assert_fullgraph(lambda *args: args[0]["all"].sum() + over(*args)[0], *of.members)
 
 
 def test_ensemble_of_lstms_loops_over_its_members() -> None:

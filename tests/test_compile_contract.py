@@ -15,27 +15,30 @@ from mapfn.testing import assert_fullgraph
 # torch runs these two in a loop over the members, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
+
+def distinct(cell: Cell) -> bool:
+    """Leave out what others hold: grad is in grad_and_value, and dropout is one more layer."""
+    held = cell.transform == "grad" or cell.target == "dropout"
+    return cell.possible and (cell.strategy == "slvt" or not held)
+
+
 PRODUCT = [
     cell
     for parts in itertools.product(["apply"], MAPPERS, STRATEGIES, ZOO, TRANSFORMS)
-    if (cell := Cell(*parts)).possible
+    if distinct(cell := Cell(*parts))
 ]
 
 
 def covering() -> list[Cell]:
-    """Each mapper with each transform; the other axes wander, so that each value has its turn."""
-    pairs = itertools.product(enumerate(MAPPERS), enumerate(TRANSFORMS))
+    """Each mapper with each transform; targets wander, and deep maps keep to small graphs."""
     cells = []
-    for (i, mapper), (j, transform) in pairs:
-        strategy = STRATEGIES[(2 * i + j + 2) % len(STRATEGIES)]
-        targets = itertools.islice(itertools.cycle(ZOO), 3 * i + j, None)
-        cells.append(
-            next(
-                cell
-                for target in targets
-                if (cell := Cell("apply", mapper, strategy, target, transform)).possible
-            )
-        )
+    for i, mapper in enumerate(MAPPERS):
+        targets = itertools.cycle([*ZOO][i:] + [*ZOO][:i])
+        for j, transform in enumerate(TRANSFORMS):
+            deep = "mlp" in mapper or transform == "vmap_grad_and_value"
+            strategy = "slvt" if deep and j else STRATEGIES[(i + j + 1) % len(STRATEGIES)]
+            rows = (Cell("apply", mapper, strategy, target, transform) for target in targets)
+            cells.append(next(cell for cell in rows if cell.possible))
     return cells
 
 
@@ -50,7 +53,7 @@ def others() -> list[Cell]:
 
 
 FAST = covering()
-FEW = [cell for cell in others() if cell.mapper == "hashed"][::2]
+FEW = [cell for cell in others() if cell.mapper == "hashed"][::3]
 
 
 @pytest.mark.parametrize("cell", FAST + FEW, ids=named)
@@ -121,11 +124,11 @@ def train(of: Any, step: Any, steps: int = 5) -> tuple[list[Tensor], Any]:
 
 
 @pytest.mark.parametrize(
-    ("target", "mapper"), [("cnn", "hadamard"), ("transformer", "orthogonal"), ("tree", "mlp")]
+    ("target", "mapper"), [("cnn", "hadamard"), ("transformer", "orthogonal"), ("tree", "hashed")]
 )
 def test_five_steps_of_training_use_one_graph(target: str, mapper: str) -> None:
     """Latents and state go from step to step, statistics and their int64 count too."""
-    of = mapped(target, "layerwise", mapper)
+    of = mapped(target, "slvt", mapper)
     value = FUNCTIONS["apply"](of)
 
     def step(*arguments: Any) -> Any:
@@ -145,7 +148,7 @@ def test_five_steps_of_training_use_one_graph(target: str, mapper: str) -> None:
 def test_many_specs_in_one_process() -> None:
     """More specs than torch's limit of recompilations, through one function."""
     for size in range(1, torch._dynamo.config.recompile_limit + 3):
-        spec = mapfn.make_spec(torch.nn.Linear(size, 1), mapper=mapfn.hashed(), latent_dim=2)
+        spec = mapfn.make_spec(torch.nn.Linear(size, 1), mapper=mapfn.identity())
         latents, buffers = mapfn.init(spec)
         first = assert_fullgraph(mapfn.generate, spec, latents, buffers, calls=1)[0]
         torch.testing.assert_close(first, mapfn.generate(spec, latents, buffers))
@@ -153,8 +156,6 @@ def test_many_specs_in_one_process() -> None:
 
 def test_step_with_backward_inside_needs_a_setting() -> None:
     """torch refuses ``backward`` in a graph until it is allowed; its text says how."""
-    cell = Cell("apply", "identity", "slvt", "mlp", "backward")
-    cell.check()
     of = mapped("mlp", "slvt", "identity")
     step, arguments = TRANSFORMS["backward"](FUNCTIONS["apply"](of), of)
     with pytest.raises(AssertionError, match="trace_autograd_ops"):

@@ -9,9 +9,10 @@ TOLERANCE = (1e-4, 1e-5)
 # torch runs some operations in a loop over the members, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
-FAST = [Cell("apply", "hashed", "slvt", "mlp", "grad_and_value")]
+FAST = [Cell("apply", "hashed", "slvt", "mlp", "grad")]
 SLOW = [
     Cell("apply", "hadamard", "layerwise", "mlp", "forward"),
+    Cell("apply", "hashed", "slvt", "residual", "grad_and_value"),
     Cell("apply", "hadamard", "slvt", "cnn", "vmap_grad_and_value"),
     Cell("apply", "orthogonal", "grouped", "residual", "backward"),
     Cell("apply", "hashed", "layerwise", "transformer", "grad"),
