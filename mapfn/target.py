@@ -140,7 +140,7 @@ def call(
     tensors = _lent(_own_tensors(module, "_parameters"), "params", params)
     tensors |= {name: tensor.clone() for name, tensor in _lent(own, "state", state).items()}
     function = module if method == "forward" else attrgetter(method)(module)
-    with _mode(module, training), _no_new_buffers(module), _reparametrize_module(module, tensors):
+    with _mode(module, training), _restored(module), _reparametrize_module(module, tensors):
         outputs = function(*args, **(kwargs or {}))
     return outputs, {plain: tensors[names[0]] for plain, (names, _) in own.items()}
 
@@ -188,8 +188,8 @@ def _lent(own: Mapping[str, _Own], where: str, given: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _no_new_buffers(module: nn.Module) -> Iterator[None]:
-    """Empty the buffers that are None before the call again: a cache that forward fills."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo what lending tensors does not: buffers that forward fills, the own lists of RNNs."""
     empty = [
         (child._buffers, name)
         for child in module.modules()
@@ -201,6 +201,9 @@ def _no_new_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for buffers, name in empty:
             buffers[name] = None
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase):
+                child._init_flat_weights()
 
 
 @contextmanager
