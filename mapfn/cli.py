@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import torch
@@ -14,9 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import mapfn
 from mapfn import demo as digits_demo
-from mapfn.doctor import Report
+from mapfn import doctor, report
+from mapfn.spec import make_spec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -95,15 +96,15 @@ def summary(
 
     Example: `mapfn summary torchvision.models:resnet18 --strategy slvt --latent-dim 2048`
     """
-    spec = mapfn.make_spec(_load(target), strategy=strategy, latent_dim=latent_dim)
-    print(mapfn.summary(spec))
+    spec = make_spec(_load(target), strategy=strategy, latent_dim=latent_dim)
+    print(report.summary(spec))
     if as_json:
         groups = [
             {"name": g.name, "leaves": [leaf.name for leaf in g.leaves], "latents": g.latent_dim}
             | {"weights": sum(leaf.numel for leaf in g.leaves), "mapper": repr(g.mapper)}
             for g in spec.groups
         ]
-        _print_json({"groups": groups, "total": mapfn.count(spec)._asdict()})
+        _print_json({"groups": groups, "total": report.count(spec)._asdict()})
 
 
 @app.command()
@@ -128,22 +129,22 @@ def check(
     module = _load(target)
     batch = _load(inputs) if inputs else tuple(map(_random_input, input_shape or ()))
     batch = batch if isinstance(batch, tuple) else (batch,)
-    spec = mapfn.make_spec(module, strategy=strategy, latent_dim=latent_dim)
-    report = mapfn.check(spec, module, *batch)
-    print(report)
+    spec = make_spec(module, strategy=strategy, latent_dim=latent_dim)
+    found = doctor.check(spec, module, *batch)
+    print(found)
     if as_json:
-        _print_json(_report_data(report))
-    if not report.ok:
+        _print_json(_report_data(found))
+    if not found.ok:
         raise typer.Exit(1)
 
 
-def _report_data(report: Report) -> dict[str, Any]:
+def _report_data(found: doctor.Report) -> dict[str, Any]:
     rows = [
         {"path": row.path, "type": row.type}
         | {column: verdict._asdict() for column, verdict in row.verdicts.items()}
-        for row in report.rows
+        for row in found.rows
     ]
-    return {"ok": report.ok, "findings": [f._asdict() for f in report.findings], "rows": rows}
+    return {"ok": found.ok, "findings": [f._asdict() for f in found.findings], "rows": rows}
 
 
 def _random_input(shape: str) -> torch.Tensor:
@@ -183,13 +184,13 @@ def _print_json(data: dict[str, Any]) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"mapfn {mapfn.__version__}")
+        print(f"mapfn {version('mapfn')}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and go.")
     ] = False,
 ) -> None:

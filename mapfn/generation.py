@@ -14,7 +14,7 @@ from torch import Tensor
 from mapfn import modulation, seeds, transform, trees, validation
 from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
 from mapfn.layout import Leaf
-from mapfn.plan import Segment
+from mapfn.plan import Segment, cut
 from mapfn.spec import Spec
 from mapfn.types import Buffers, Drive, Latents, MapBuffers
 
@@ -174,9 +174,27 @@ def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[s
         raw = _raw(group, layer, _drive(group, layer, hidden, buffers), buffers, (0, width))
         hidden = group.mapper.activate(hidden, raw)  # type: ignore[attr-defined]  # deep maps have it
     drive = _drive(group, last, hidden, buffers)
+    if group.one_pass and not transform.prefers_plain(group.num_numbers):
+        return _generate_at_once(group, drive, buffers)
     leaves: dict[str, Tensor] = {}
     for segment in group.segments:
         leaves |= _generate_segment(group, segment, drive, buffers)
+    return leaves
+
+
+def _generate_at_once(group: Group, drive: Drive, buffers: MapBuffers) -> dict[str, Tensor]:
+    own = _scoped(buffers, f"{LAYER}{len(group.layer_dims) - 1}.")
+    scales = group.stretches
+    flat = group.mapper.generate_scaled(own, drive.latent, drive.shift, scales)  # type: ignore[attr-defined]  # one_pass says so
+    if drive.inner.shape[-1]:
+        zero = torch.zeros_like(drive.shift)
+        flat = flat + transform.scaled_rows(drive.left, drive.inner, zero, scales)
+    parts = cut(flat, [leaf.numel for leaf in group.leaves])
+    leaves = {}
+    for leaf, base, part in zip(group.leaves, group.bases, parts, strict=True):
+        center = buffers[BASE + leaf.name] if isinstance(base, str) else base
+        decoded = group.decoder.decode(part, center, 1.0)
+        leaves[leaf.name] = decoded.view(leaf.shape).to(leaf.torch_dtype)
     return leaves
 
 

@@ -10,7 +10,7 @@ import torch
 from mapfn import plan, seeds
 from mapfn.decoders import full
 from mapfn.layout import Leaf
-from mapfn.types import Decoder, MapBuffers, Mapper, Modulation
+from mapfn.types import Decoder, MapBuffers, Mapper, Modulation, Scales
 
 # Prefixes of names in a group's buffers.
 BASE = "base."
@@ -61,6 +61,17 @@ class Group:
         """Say whether a leaf's scale may be applied to the latent instead."""
         linear = getattr(self.mapper, "linear", False) and self.activation == "identity"
         return linear and isinstance(self.decoder, full)
+
+    @property
+    def one_pass(self) -> bool:
+        """Say whether the map can make and scale all numbers in one pass."""
+        return self.foldable and hasattr(self.mapper, "generate_scaled")
+
+    @property
+    def stretches(self) -> Scales:
+        """List (numbers, scale) of each run, in turn."""
+        runs = (run for segment in self.segments for run in segment.runs)
+        return tuple((run.stop - run.start, run.scale) for run in runs)
 
     @property
     def layer_dims(self) -> tuple[tuple[int, int], ...]:

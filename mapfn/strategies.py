@@ -211,22 +211,31 @@ def split(total: budget, sizes: Mapping[str, int]) -> dict[str, int]:
         fix = f"raise it to {len(sizes)} or more, or use fewer groups"
         got = str(total.total)
         raise ValueError(message("budget(total=)", expected=expected, got=got, fix=fix))
-    parts = dict.fromkeys(sizes, 1)
-    left = min(total.total, sum(sizes.values())) - len(sizes)
-    while left > 0:
-        open_groups = {name: size for name, size in sizes.items() if parts[name] < size}
-        shares = _largest_remainder(left, open_groups)
-        for name, share in shares.items():
-            taken = min(share, sizes[name] - parts[name])
-            parts[name] += taken
-            left -= taken
-    return parts
+    left, free = min(total.total, sum(sizes.values())), dict(sizes)
+    parts: dict[str, int] = {}
+    while fixed := _out_of_range(left, free):
+        parts |= fixed
+        left -= sum(fixed.values())
+        free = {name: size for name, size in free.items() if name not in fixed}
+    parts |= _largest_remainder(left, free)
+    return {name: parts[name] for name in sizes}
+
+
+def _out_of_range(left: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Fix the groups whose share is more than they hold, or else those with less than one."""
+    shares = _shares(left, sizes)
+    full = {name: size for name, size in sizes.items() if shares[name] >= size}
+    return full or {name: 1 for name, share in shares.items() if share < 1}
+
+
+def _shares(left: int, sizes: Mapping[str, int]) -> dict[str, float]:
+    weight = sum(math.sqrt(size) for size in sizes.values())
+    return {name: left * math.sqrt(size) / weight for name, size in sizes.items()}
 
 
 def _largest_remainder(left: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """Divide ``left`` by the square roots of the sizes into whole parts with the same sum."""
-    weight = sum(math.sqrt(size) for size in sizes.values())
-    exact = {name: left * math.sqrt(size) / weight for name, size in sizes.items()}
+    exact = _shares(left, sizes)
     parts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(sizes, key=lambda name: parts[name] - exact[name])
     for name in by_remainder[: left - sum(parts.values())]:

@@ -92,6 +92,7 @@ def apply(
         TypeError: params or state that are no dicts of tensors.
         ValueError: a missing, extra or misspelt name, or a shape that is not exactly the leaf's.
 
+    >>> import torch
     >>> layer = nn.Linear(3, 2)
     >>> outputs, state = apply(layer, dict(layer.named_parameters()), {}, torch.ones(1, 3))
     >>> bool((outputs == layer(torch.ones(1, 3))).all())
@@ -131,6 +132,7 @@ def call(
         TypeError: a target that is not a module.
         ValueError: as :func:`apply`.
 
+    >>> import torch
     >>> layer = nn.Dropout(0.5)
     >>> call(layer, {}, {}, torch.ones(2), training=False)[0]
     tensor([1., 1.])
@@ -237,6 +239,7 @@ def bake(target: Any, params: Any, state: State) -> Any:
         TypeError: params or state that are no dicts of tensors.
         ValueError: wrong names or shapes.
 
+    >>> import torch
     >>> layer = nn.Linear(2, 1)
     >>> baked = bake(layer, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, {})
     >>> baked(torch.ones(1, 2))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mapfn import seeds
 from mapfn.tiling import Kernel, tiled
+from mapfn.types import Scales
 
 _PAIRS = 32  # (column, row) sign pairs in one 64-bit word
 _PAIRS_A_BYTE = 4
@@ -29,9 +30,14 @@ class _Blocks(NamedTuple):
     """Which blocks cover the rows ``start .. stop`` of a map with ``latent_dim`` columns."""
 
     latent_dim: int
-    order: int
     start: int
     stop: int
+    scales: Scales = ()
+    """``(rows, scale)`` of stretches that cover the rows in turn; none for a scale of 1."""
+
+    @property
+    def order(self) -> int:
+        return 1 << (self.latent_dim - 1).bit_length()
 
     @property
     def first(self) -> int:
@@ -60,14 +66,40 @@ def rows(key: Tensor, latent: Tensor, shift: Tensor, start: int, stop: int) -> T
     >>> bool((rows(key, z, torch.zeros(()), 5, 9) == whole[5:9]).all())
     True
     """
-    latent_dim = latent.shape[-1]
-    order = 1 << (latent_dim - 1).bit_length()
-    blocks = _Blocks(latent_dim, order, start, stop)
+    blocks = _Blocks(latent.shape[-1], start, stop)
     if start == stop:
         return shift.expand(0)
-    if torch.compiler.is_compiling() or stop - start <= _SMALL:
+    if prefers_plain(stop - start):
         return _plain(blocks, key, latent, shift)
     return tiled(_kernel(blocks), key, latent, shift)
+
+
+def scaled_rows(key: Tensor, latent: Tensor, shift: Tensor, scales: Scales) -> Tensor:
+    """Return all rows of ``W latent + shift``, scaled stretch by stretch in the same pass.
+
+    Args:
+        key: ``int64 []``.
+        latent: ``float [d]``.
+        shift: ``float []``.
+        scales: ``(rows, scale)`` of each stretch in turn.
+
+    >>> key, z = seeds.key(0), torch.ones(4)
+    >>> scaled = scaled_rows(key, z, torch.zeros(()), ((3, 2.0), (4, 1.0)))
+    >>> whole = rows(key, z, torch.zeros(()), 0, 7)
+    >>> torch.allclose(scaled, torch.cat([2 * whole[:3], whole[3:]]))
+    True
+    """
+    blocks = _Blocks(latent.shape[-1], 0, sum(count for count, _ in scales), scales)
+    return tiled(_kernel(blocks), key, latent, shift)
+
+
+def prefers_plain(num_rows: int) -> bool:
+    """Say whether plain operations serve better: traced code, or a small map.
+
+    >>> prefers_plain(10)
+    True
+    """
+    return torch.compiler.is_compiling() or num_rows <= _SMALL
 
 
 def hadamard_matrix(order: int, like: Tensor) -> Tensor:
@@ -140,15 +172,23 @@ class _Scratch(NamedTuple):
     matrix: Tensor  # [larger factor, larger factor]
 
 
+class _Stretch(NamedTuple):
+    """Neighbouring wanted rows of one scale inside one tile."""
+
+    inside: slice
+    """The rows among the tile's."""
+    outside: slice
+    """The rows among the wanted."""
+    scale: float
+
+
 class _Tile(NamedTuple):
     """Some neighbouring blocks of the map."""
 
     packed: Tensor
     """Their random bytes, ``int8 [tile, 1, bytes]``."""
-    inside: slice
-    """The wanted rows among the tile's."""
-    outside: slice
-    """The tile's rows among the wanted."""
+    stretches: list[_Stretch]
+    """Their wanted rows."""
 
 
 def _scratch(tile: int, order: int, like: Tensor) -> _Scratch:
@@ -179,42 +219,46 @@ def _tiles(blocks: _Blocks, key: Tensor, like: Tensor) -> Iterator[tuple[_Tile, 
 def _tile(blocks: _Blocks, first: int, packed: Tensor) -> _Tile:
     offset = first * blocks.order
     low, high = max(blocks.start, offset), min(blocks.stop, offset + len(packed) * blocks.order)
-    inside = slice(low - offset, high - offset)
-    return _Tile(packed, inside, slice(low - blocks.start, high - blocks.start))
+    stretches, start = [], blocks.start
+    for count, scale in blocks.scales or ((blocks.stop - blocks.start, 1.0),):
+        begin, end = max(low, start), min(high, start + count)
+        start += count
+        if begin < end:
+            inside = slice(begin - offset, end - offset)
+            outside = slice(begin - blocks.start, end - blocks.start)
+            stretches.append(_Stretch(inside, outside, scale))
+    return _Tile(packed, stretches)
 
 
 def _tiled_rows(blocks: _Blocks, key: Tensor, latent: Tensor, shift: Tensor, out: Tensor) -> None:
     columns = latent.new_zeros(blocks.order)
     columns[: blocks.latent_dim] = latent * blocks.latent_dim**-0.5
     for tile, scratch in _tiles(blocks, key, latent):
-        x, y = scratch.x, scratch.y
-        x.copy_(_read_signs(scratch, tile, 0)).mul_(columns)
+        scratch.x.copy_(_read_signs(scratch, tile, 0)).mul_(columns)
         _mix(scratch)
-        y.copy_(_read_signs(scratch, tile, 1))
-        x, y = x.view(-1)[tile.inside], y.view(-1)[tile.inside]
-        torch.addcmul(shift, x, y, out=out[tile.outside])
+        scratch.y.copy_(_read_signs(scratch, tile, 1))
+        x, y = scratch.x.view(-1), scratch.y.view(-1)
+        for inside, outside, scale in tile.stretches:
+            added = shift if scale == 1.0 else shift * scale
+            torch.addcmul(added, x[inside], y[inside], value=scale, out=out[outside])
 
 
 def _tiled_adjoint(blocks: _Blocks, key: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    shift = gradient.new_zeros(())
+    shift, zero = gradient.new_zeros(2)
     total = gradient.new_zeros(_tile_size(blocks), blocks.order)
     for tile, scratch in _tiles(blocks, key, gradient):
-        part = gradient[tile.outside]
-        shift += part.sum()
         scratch.x.copy_(_read_signs(scratch, tile, 1))
-        _multiply_within(scratch.x.view(-1), part, tile.inside)
+        flat = scratch.x.view(-1)
+        flat[: tile.stretches[0].inside.start] = 0
+        flat[tile.stretches[-1].inside.stop :] = 0
+        for inside, outside, scale in tile.stretches:
+            part, signs = gradient[outside], flat[inside]
+            torch.addcmul(zero, signs, part, value=scale, out=signs)
+            shift.add_(part.sum(), alpha=scale)
         _mix(scratch)
         scratch.y.copy_(_read_signs(scratch, tile, 0))
         total[: len(scratch.x)].addcmul_(scratch.x, scratch.y)
     return total.sum(0)[: blocks.latent_dim] * blocks.latent_dim**-0.5, shift
-
-
-def _multiply_within(flat: Tensor, part: Tensor, inside: slice) -> None:
-    """Multiply the inside of a tile by a part of a gradient; what is outside has none."""
-    flat[inside].mul_(part)
-    if len(part) < len(flat):
-        flat[: inside.start] = 0
-        flat[inside.stop :] = 0
 
 
 def _read_signs(scratch: _Scratch, tile: _Tile, which: int) -> Tensor:

@@ -23,7 +23,8 @@ class Mapper(Protocol):
 
     A mapper may also have ``linear = True``, which promises that ``generate`` is exactly linear
     in ``(latent, shift)`` together, so that a leaf's scale can be applied to the latent instead of
-    to the weights; and ``hidden_dims`` with ``activate(hidden, raw)``, which make it a deep map.
+    to the weights; ``generate_scaled``, which makes all rows in one pass, each stretch scaled;
+    and ``hidden_dims`` with ``activate(hidden, raw)``, which make it a deep map.
     """
 
     def init(self, seed: int, latent_dim: int, num_numbers: int) -> MapBuffers:
@@ -35,6 +36,10 @@ class Mapper(Protocol):
     ) -> Tensor:
         """Return ``W[start:stop] @ latent + shift`` for ``latent [latent_dim]``, ``shift []``."""
         ...
+
+
+Scales: TypeAlias = tuple[tuple[int, float], ...]
+"""``(rows, scale)`` of stretches of flat numbers, in turn."""
 
 
 class Drive(NamedTuple):

@@ -92,7 +92,9 @@ def test_no_cap_is_shown_where_there_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [torch.Generator(), 1.0, True, "1", None, torch.tensor(1), (1,)], ids=repr
+    "seed",
+    [torch.Generator(), 1.0, True, "1", None, torch.tensor(1), (1,)],
+    ids=lambda seed: type(seed).__name__,
 )
 def test_seeds_are_ints(seed: Any) -> None:
     """C5: nothing that cannot be written to JSON is a seed."""

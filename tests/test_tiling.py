@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
 def plain_hadamard(key, latent, shift, start, stop):
     dim = latent.shape[-1]
-    blocks = transform._Blocks(dim, 1 << (dim - 1).bit_length(), start, stop)
+    blocks = transform._Blocks(dim, start, stop)
     return transform._plain(blocks, key, latent, shift)
 
 

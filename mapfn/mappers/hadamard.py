@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mapfn import seeds, transform
-from mapfn.types import MapBuffers
+from mapfn.types import MapBuffers, Scales
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,9 @@ class hadamard:
     ) -> Tensor:
         """Return rows ``start .. stop`` of ``W latent + shift``."""
         return transform.rows(buffers["key"], latent, shift, start, stop)
+
+    def generate_scaled(
+        self, buffers: MapBuffers, latent: Tensor, shift: Tensor, scales: Scales
+    ) -> Tensor:
+        """Return all rows, each stretch of them scaled, in one pass."""
+        return transform.scaled_rows(buffers["key"], latent, shift, scales)

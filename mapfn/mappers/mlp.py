@@ -1,11 +1,12 @@
 """The fixed multilayer map: latent to hidden to weights."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from mapfn import seeds, transform
-from mapfn.types import MapBuffers
+from mapfn.types import MapBuffers, Scales
 
 # 1 / std of tanh(x) for x ~ N(0, 1): hidden values keep unit variance from layer to layer.
 _TANH_GAIN = 1.5925374
@@ -21,6 +22,8 @@ class mlp:
     >>> mlp((8, 16)).hidden_dims
     (8, 16)
     """
+
+    linear: ClassVar[bool] = True
 
     hidden_dims: tuple[int, ...] = (256,)
     """Width of each hidden layer, at least one, each at least 1."""
@@ -44,3 +47,9 @@ class mlp:
     ) -> Tensor:
         """Return rows ``start .. stop`` of one layer's ``W latent + shift``."""
         return transform.rows(buffers["key"], latent, shift, start, stop)
+
+    def generate_scaled(
+        self, buffers: MapBuffers, latent: Tensor, shift: Tensor, scales: Scales
+    ) -> Tensor:
+        """Return all rows, each stretch of them scaled, in one pass."""
+        return transform.scaled_rows(buffers["key"], latent, shift, scales)

@@ -1,11 +1,12 @@
 """The fixed residual map: a deep map whose hidden vector is added to at every layer."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from mapfn import seeds, transform
-from mapfn.types import MapBuffers
+from mapfn.types import MapBuffers, Scales
 
 # 1 / std of tanh(x) for x ~ N(0, 1): hidden values keep unit variance from layer to layer.
 _TANH_GAIN = 1.5925374
@@ -21,6 +22,8 @@ class residual_mlp:
     >>> residual_mlp(hidden_dim=8, depth=2).hidden_dims
     (8, 8, 8)
     """
+
+    linear: ClassVar[bool] = True
 
     hidden_dim: int = 256
     """Width of the hidden vector."""
@@ -51,3 +54,9 @@ class residual_mlp:
     ) -> Tensor:
         """Return rows ``start .. stop`` of one layer's ``W latent + shift``."""
         return transform.rows(buffers["key"], latent, shift, start, stop)
+
+    def generate_scaled(
+        self, buffers: MapBuffers, latent: Tensor, shift: Tensor, scales: Scales
+    ) -> Tensor:
+        """Return all rows, each stretch of them scaled, in one pass."""
+        return transform.scaled_rows(buffers["key"], latent, shift, scales)
