@@ -42,8 +42,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(kernel: Kernel, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor:
         out = latent.new_empty(*key.shape, kernel.num_rows)
-        members = zip(key.flatten(), _members(latent), shift.flatten(), _members(out), strict=True)
-        for member in members:
+        for member in _members(key, latent, shift, out):
             kernel.rows(*member)
         return out
 
@@ -71,8 +70,10 @@ class _Rows(torch.autograd.Function):
 class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(kernel: Kernel, key: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        members = zip(key.flatten(), _members(gradient), strict=True)
-        latents, shifts = zip(*(kernel.adjoint(*member) for member in members), strict=True)
+        pairs = [kernel.adjoint(*member) for member in _members(key, gradient)]
+        if key.dim() == 0:
+            return pairs[0]
+        latents, shifts = zip(*pairs, strict=True)
         return torch.stack(latents).view(*key.shape, -1), torch.stack(shifts).view(key.shape)
 
     @staticmethod
@@ -96,9 +97,12 @@ class _Adjoint(torch.autograd.Function):
         return _run(_Adjoint, kernel, *_batched(info.batch_size, in_dims[1:], tensors)), (0, 0)
 
 
-def _members(tensor: Tensor) -> Tensor:
-    """Flatten all ensemble dimensions, none or several, into one."""
-    return tensor.reshape(-1, tensor.shape[-1])
+def _members(key: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Take an ensemble of any number of leading dimensions, none too, apart into members."""
+    if key.dim() == 0:
+        return [(key, *tensors)]
+    flat = (tensor.flatten(0, key.dim() - 1) for tensor in (key, *tensors))
+    return list(zip(*flat, strict=True))
 
 
 def _batched(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> Any:

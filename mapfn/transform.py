@@ -104,7 +104,7 @@ def prefers_plain(num_rows: int) -> bool:
 
 def hadamard_matrix(order: int, like: Tensor) -> Tensor:
     """Build the Sylvester-Hadamard matrix ``[order, order]``: -1 where popcount(i & j) is odd."""
-    index = torch.arange(order, device=like.device)
+    index = torch.arange(order, dtype=torch.int16, device=like.device)
     parity = index[:, None] & index
     for power in range((order.bit_length() - 1).bit_length()):
         parity = parity ^ (parity >> 2**power)
