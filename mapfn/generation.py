@@ -14,7 +14,7 @@ from torch import Tensor
 from mapfn import modulation, seeds, transform, trees, validation
 from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
 from mapfn.layout import Leaf
-from mapfn.plan import Segment, cut
+from mapfn.plan import Segment
 from mapfn.spec import Spec
 from mapfn.types import Buffers, Drive, Latents, MapBuffers
 
@@ -184,12 +184,12 @@ def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[s
 
 def _generate_at_once(group: Group, drive: Drive, buffers: MapBuffers) -> dict[str, Tensor]:
     own = _scoped(buffers, f"{LAYER}{len(group.layer_dims) - 1}.")
-    scales = group.stretches
-    flat = group.mapper.generate_scaled(own, drive.latent, drive.shift, scales)  # type: ignore[attr-defined]  # one_pass says so
+    scales = group.leaf_scales
+    parts = group.mapper.generate_scaled(own, drive.latent, drive.shift, scales)  # type: ignore[attr-defined]  # one_pass says so
     if drive.inner.shape[-1]:
         zero = torch.zeros_like(drive.shift)
-        flat = flat + transform.scaled_rows(drive.left, drive.inner, zero, scales)
-    parts = cut(flat, [leaf.numel for leaf in group.leaves])
+        added = transform.scaled_rows(drive.left, drive.inner, zero, scales)
+        parts = [part + more for part, more in zip(parts, added, strict=True)]
     leaves = {}
     for leaf, base, part in zip(group.leaves, group.bases, parts, strict=True):
         center = buffers[BASE + leaf.name] if isinstance(base, str) else base

@@ -68,10 +68,9 @@ class Group:
         return self.foldable and hasattr(self.mapper, "generate_scaled")
 
     @property
-    def stretches(self) -> Scales:
-        """List (numbers, scale) of each run, in turn."""
-        runs = (run for segment in self.segments for run in segment.runs)
-        return tuple((run.stop - run.start, run.scale) for run in runs)
+    def leaf_scales(self) -> Scales:
+        """List (numbers, scale) of each leaf, in turn."""
+        return tuple(zip((leaf.numel for leaf in self.leaves), self.scales, strict=True))
 
     @property
     def layer_dims(self) -> tuple[tuple[int, int], ...]:

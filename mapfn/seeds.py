@@ -7,6 +7,7 @@ Word ``i`` never depends on how many words are asked for, so a slice equals the 
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,7 +47,20 @@ def words(key: Tensor, start: int, count: int) -> Tensor:
     >>> bool((words(key(7), 3, 2) == words(key(7), 0, 5)[3:]).all())
     True
     """
-    index = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=key.device)
+    return words_at(key, [(start, count)])
+
+
+def words_at(key: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
+    """Return the words of several spans ``(start, count)``, one after the other, in one go.
+
+    >>> bool((words_at(key(7), [(3, 1), (0, 2)]) == words(key(7), 0, 4)[[3, 0, 1]]).all())
+    True
+    """
+    indices = [
+        torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=key.device)
+        for start, count in spans
+    ]
+    index = torch.cat(indices) if len(indices) > 1 else indices[0]
     # key + index * gamma, but with the key inside: of a constant times an index Inductor makes a
     # loop counter in C++, whose signed overflow lets the loop run past its end (torch 2.13).
     word = (key * _GAMMA_INVERSE + index) * _GAMMA

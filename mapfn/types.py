@@ -23,7 +23,7 @@ class Mapper(Protocol):
 
     A mapper may also have ``linear = True``, which promises that ``generate`` is exactly linear
     in ``(latent, shift)`` together, so that a leaf's scale can be applied to the latent instead of
-    to the weights; ``generate_scaled``, which makes all rows in one pass, each stretch scaled;
+    to the weights; ``generate_scaled``, which makes all rows in one pass, cut into scaled parts;
     and ``hidden_dims`` with ``activate(hidden, raw)``, which make it a deep map.
     """
 
@@ -39,7 +39,7 @@ class Mapper(Protocol):
 
 
 Scales: TypeAlias = tuple[tuple[int, float], ...]
-"""``(rows, scale)`` of stretches of flat numbers, in turn."""
+"""``(rows, scale)`` of the parts of some flat numbers, in turn."""
 
 
 class Drive(NamedTuple):

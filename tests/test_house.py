@@ -19,6 +19,7 @@ FLOORS = {
     "seeds": 2,
     "scales": 2,
     "tiling": 2,
+    "blocks": 2.3,
     "transform": 2.5,
     "modulation": 2.7,
     "layout": 3,

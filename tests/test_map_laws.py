@@ -16,6 +16,8 @@ SIZES = [
     (5, 40),
     (8, 19),
     (33, 100),
+    (40, 3000),
+    (600, 700),
 ]
 each_linear = pytest.mark.parametrize("mapper", LINEAR_MAPPERS, ids=lambda m: type(m).__name__)
 each_mapper = pytest.mark.parametrize("mapper", MAPPERS, ids=lambda m: type(m).__name__)
@@ -41,22 +43,33 @@ def splitmix64(seed: int, count: int) -> list[int]:
     return words
 
 
+def signs_of(seed: int, stream: int, count: int) -> torch.Tensor:
+    """Read signs off a stream: of eight words each, the bytes in turn, from the top bit down."""
+    words = splitmix64(seed + stream * 0x9E3779B97F4A7C15, 8 * -(-count // 512))
+    signs = []
+    for run in range(0, len(words), 8):
+        part = b"".join(word.to_bytes(8, "little") for word in words[run : run + 8])
+        signs += [1.0 - 2 * (byte >> bit & 1) for bit in range(7, -1, -1) for byte in part]
+    return torch.tensor(signs, dtype=torch.float64)
+
+
 def signed_hadamard(seed: int, latent_dim: int, num_numbers: int) -> torch.Tensor:
     """Build ``S H D / sqrt(d)`` block by block from bits, as the document of the format says."""
     order = 1 << (latent_dim - 1).bit_length()
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    blocks, words = -(-num_numbers // order), max(order, 32) // 32
-    stream = splitmix64(seed, blocks * words)
+    a, blocks, wide = min(order, 32), -(-num_numbers // order), max(order, 512)
+    unit = 512 // a
+    row = signs_of(seed, 0, blocks * order)
+    own = signs_of(seed, 1 << 40, blocks * a)
+    shared = signs_of(seed, 1 << 41, wide * -(-blocks // unit))
     rows = []
     for block in range(blocks):
-        part = b"".join(w.to_bytes(8, "little") for w in stream[block * words :][:words])
-        bits = [[(byte >> bit) & 1 for byte in part] for bit in range(7, -1, -1)]
-        # From the top bit down: a column's sign, then a row's; pairs of all bytes in turn.
-        column = torch.tensor([1.0 - 2 * bit for pair in bits[0::2] for bit in pair])
-        row = torch.tensor([1.0 - 2 * bit for pair in bits[1::2] for bit in pair])
-        rows.append(row[:order, None] * matrix * column[:order])
+        column = own[block * a :][:a].repeat(order // a)
+        if order > a:
+            column = column * shared[wide * (block // unit) :][:order]
+        rows.append(row[block * order :][:order, None] * matrix * column)
     return torch.cat(rows)[:num_numbers, :latent_dim] / latent_dim**0.5
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import mapfn.blocks as blocks_module
 import mapfn.mappers.hashed as hashed_module
 from mapfn import seeds, transform
 
-ROWS = 75  # with tiles of 16 numbers: many tiles, the last one short
-SPANS = [(0, ROWS), (5, 61), (16, 32), (31, 34)]
+ROWS = 150  # with units of 64 rows, tiles of one unit, draws of two: many of each, the last short
+SPANS = [(0, ROWS), (5, 133), (64, 128), (31, 34)]
 
 
 class Pair(NamedTuple):
@@ -22,7 +23,7 @@ class Pair(NamedTuple):
 
 def plain_hadamard(key, latent, shift, start, stop):
     dim = latent.shape[-1]
-    blocks = transform._Blocks(dim, start, stop)
+    blocks = blocks_module.Blocks(dim, start, stop, ((stop - start, 1.0),))
     return transform._plain(blocks, key, latent, shift)
 
 
@@ -47,7 +48,10 @@ each_span = pytest.mark.parametrize(("start", "stop"), SPANS)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(transform, "_SMALL", 0)
+    monkeypatch.setattr(blocks_module, "_RUN", 64)
+    monkeypatch.setattr(blocks_module, "_RUN_WORDS", 1)
     monkeypatch.setattr(transform, "_TILE_ROWS", 16)
+    monkeypatch.setattr(transform, "_TILES_A_DRAW", 2)
     monkeypatch.setattr(hashed_module, "_TILE_ROWS", 16)
 
 
@@ -150,9 +154,9 @@ def test_vmap(pair, in_dims):
 @each_map
 def test_vmap_over_keys(pair):
     keys, z = torch.stack([seeds.key(k) for k in range(3)]), latent_of(5)
-    spans = [vmap(lambda k, rows=rows: rows(k, z, SHIFT, 3, 50))(keys) for rows in pair]
+    spans = [vmap(lambda k, rows=rows: rows(k, z, SHIFT, 3, 140))(keys) for rows in pair]
     close(*spans)
-    close(spans[0], torch.stack([pair.plain(k, z, SHIFT, 3, 50) for k in keys]))
+    close(spans[0], torch.stack([pair.plain(k, z, SHIFT, 3, 140) for k in keys]))
 
 
 @each_map

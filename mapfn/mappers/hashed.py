@@ -1,5 +1,6 @@
 """The hashed map: each weight is one latent coordinate with a sign."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -41,7 +42,7 @@ class hashed:
             index, sign = _coordinates(buffers["key"], latent.shape[-1], start, stop)
             return latent[index] * sign + shift
         rows, adjoint = partial(_rows, start, stop), partial(_adjoint, latent.shape[-1], start)
-        return tiled(Kernel(rows, adjoint, stop - start), buffers["key"], latent, shift)
+        return tiled(Kernel(rows, adjoint, (stop - start,)), buffers["key"], latent, shift)[0]
 
 
 def _coordinates(key: Tensor, latent_dim: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,10 @@ def _rows(start: int, stop: int, key: Tensor, latent: Tensor, shift: Tensor, out
         )
 
 
-def _adjoint(latent_dim: int, start: int, key: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _adjoint(
+    latent_dim: int, start: int, key: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    (gradient,) = gradients
     total = gradient.new_zeros(latent_dim)
     for low, high in _tiles(start, start + len(gradient)):
         index, sign = _coordinates(key, latent_dim, low, high)

@@ -50,6 +50,6 @@ class mlp:
 
     def generate_scaled(
         self, buffers: MapBuffers, latent: Tensor, shift: Tensor, scales: Scales
-    ) -> Tensor:
-        """Return all rows, each stretch of them scaled, in one pass."""
+    ) -> tuple[Tensor, ...]:
+        """Return all rows, cut into scaled parts, in one pass."""
         return transform.scaled_rows(buffers["key"], latent, shift, scales)

@@ -1,0 +1,138 @@
+"""The signed Hadamard transform: orthogonal rows for next to no memory and time.
+
+Blocks of ``S_b H D_b / sqrt(d)``: ``H`` is the Sylvester-Hadamard matrix of order ``n``, the power
+of two at or above ``d``, ``S_b`` and ``D_b`` are the random row and column signs of block ``b``.
+All signs are bits of 64-bit words made from ``(key, index)`` when they are needed, so nothing is
+stored but the key.
+
+``H = H_b (x) H_a`` with ``a <= 32`` makes the product two small matrix products. Every block has
+``a`` column signs of its own, repeated ``b`` times, on top of column signs that the ``512 / a``
+blocks of a unit share. So ``H_b`` is applied once a unit, and what is left for a weight is a
+product of 32 terms, whatever ``d`` is.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mapfn import seeds
+from mapfn.types import Scales
+
+# Signs are read from runs of eight words: a run's bytes in turn, top bits first, then the next.
+_RUN = 512
+_RUN_WORDS = 8
+# Index of the first word of each stream of one key: row signs, own column signs, shared ones.
+_STREAMS = (0, 1 << 40, 1 << 41)
+_LARGEST_FACTOR = 32
+
+
+class Blocks(NamedTuple):
+    """Which blocks cover the rows ``start .. stop`` of a map with ``latent_dim`` columns."""
+
+    latent_dim: int
+    start: int
+    stop: int
+    scales: Scales
+    """``(rows, scale)`` of the parts that cover the rows in turn."""
+
+    @property
+    def order(self) -> int:
+        """Rows of a block: the power of two at or above the latent's size."""
+        return 1 << (self.latent_dim - 1).bit_length()
+
+    @property
+    def factors(self) -> tuple[int, int]:
+        """``(b, a)``: their product is the order."""
+        a = min(self.order, _LARGEST_FACTOR)
+        return self.order // a, a
+
+    @property
+    def unit(self) -> int:
+        """Rows of a unit; its own column signs are one run."""
+        return _RUN * self.factors[0]
+
+    @property
+    def run(self) -> int:
+        """Signs in a run."""
+        return _RUN
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """First unit, and one past the last."""
+        return self.start // self.unit, -(-self.stop // self.unit)
+
+    @property
+    def inside(self) -> slice:
+        """The blocks of a unit that are made: all, unless one unit has all wanted rows."""
+        first, last = self.units
+        if last - first > 1:
+            return slice(0, self.unit // self.order)
+        offset = first * self.unit
+        return slice((self.start - offset) // self.order, -(-(self.stop - offset) // self.order))
+
+
+class Draw(NamedTuple):
+    """The random bits of some neighbouring units, drawn at once so that they take few operations.
+
+    They are bits of three streams of words: row signs, own column signs, shared column signs.
+    """
+
+    words: Tensor
+    """Of the row signs, ``int64 [units, words a unit]``."""
+    own: Tensor
+    """The column signs of each block that is made, ``int8 [units, blocks, 1, a]``."""
+    shared: Tensor
+    """The column signs that a unit's blocks share, ``int8 [units, b, a]``."""
+
+
+def draw_units(blocks: Blocks, key: Tensor, first: int, last: int) -> Draw:
+    """Draw the bits of units ``first .. last``."""
+    (b, a), units = blocks.factors, last - first
+    runs = b, 1, -(-blocks.order // _RUN) if b > 1 else 0  # of a unit, in each stream
+    starts = [
+        stream + _RUN_WORDS * each * first for stream, each in zip(_STREAMS, runs, strict=True)
+    ]
+    counts = [_RUN_WORDS * each * units for each in runs]
+    words = seeds.words_at(key, zip(starts, counts, strict=True))
+    signs = read_signs(words[counts[0] :])
+    shared = signs[units:].view(units, -1)[:, : blocks.order]
+    return Draw(
+        words=words[: counts[0]].view(units, -1),
+        own=signs[:units].view(units, -1, 1, a)[:, blocks.inside],
+        shared=shared.reshape(units, b, a) if b > 1 else shared,
+    )
+
+
+def read_signs(words: Tensor) -> Tensor:
+    """Return the signs in some runs of words, ``int8 [runs, 512]``."""
+    packed = words.view(torch.int8).view(-1, 1, _RUN // 8)
+    return (((packed << bit_shifts(words)) >> 7) | 1).flatten(1)
+
+
+def bit_shifts(like: Tensor) -> Tensor:
+    """Left shifts that bring each bit of a byte to the top, ``int8 [8, 1]``."""
+    return torch.arange(8, dtype=torch.int8, device=like.device).view(8, 1)
+
+
+def laid_out(blocks: Blocks, latent: Tensor) -> Tensor:
+    """Lay the latent out as ``[b, a]``, padded, so that every row of ``W`` gets norm 1."""
+    padded = torch.nn.functional.pad(latent, (0, blocks.order - blocks.latent_dim))
+    laid: Tensor = padded.view(*padded.shape[:-1], *blocks.factors) * blocks.latent_dim**-0.5
+    return laid
+
+
+def shared_columns(blocks: Blocks, draw: Draw, columns: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``H_b`` times a latent with a unit's signs, ``float [units or 1, 1, b, a]``."""
+    b = blocks.factors[0]
+    if b == 1:
+        return columns[None, None]
+    return (matrix[:b, :b] @ (columns * draw.shared)).unsqueeze(1)
+
+
+def hadamard_matrix(order: int, like: Tensor) -> Tensor:
+    """Build the Sylvester-Hadamard matrix ``[order, order]``: -1 where popcount(i & j) is odd."""
+    index = torch.arange(order, device=like.device)
+    places = torch.arange((order - 1).bit_length(), device=like.device)
+    bits = ((index[:, None] >> places) & 1).to(like.dtype)
+    return (bits @ bits.T).remainder_(2).mul_(-2).add_(1)
