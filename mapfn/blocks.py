@@ -25,6 +25,7 @@ _RUN_WORDS = 8
 # Index of the first word of each stream of one key: row signs, own column signs, shared ones.
 _STREAMS = (0, 1 << 40, 1 << 41)
 _LARGEST_FACTOR = 32
+_LARGEST_MATRIX = 64
 
 
 class Blocks(NamedTuple):
@@ -124,10 +125,23 @@ def laid_out(blocks: Blocks, latent: Tensor) -> Tensor:
 
 def shared_columns(blocks: Blocks, draw: Draw, columns: Tensor, matrix: Tensor) -> Tensor:
     """Return ``H_b`` times a latent with a unit's signs, ``float [units or 1, 1, b, a]``."""
-    b = blocks.factors[0]
-    if b == 1:
+    if blocks.factors[0] == 1:
         return columns[None, None]
-    return (matrix[:b, :b] @ (columns * draw.shared)).unsqueeze(1)
+    return mix(columns * draw.shared, matrix).unsqueeze(1)
+
+
+def mix(columns: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply ``[..., b, a]`` by ``H_b``, of whatever order, through a small Hadamard matrix."""
+    b, size = columns.shape[-2], len(matrix)
+    if b <= size:
+        return matrix[:b, :b] @ columns
+    inner = matrix @ columns.reshape(*columns.shape[:-2], b // size, size, columns.shape[-1])
+    return mix(inner.flatten(-2), matrix).reshape(columns.shape)
+
+
+def small_matrix(blocks: Blocks, like: Tensor) -> Tensor:
+    """Build the Hadamard matrix of which all larger ones are products."""
+    return hadamard_matrix(min(blocks.order, _LARGEST_MATRIX), like)
 
 
 def hadamard_matrix(order: int, like: Tensor) -> Tensor:

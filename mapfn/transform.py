@@ -15,10 +15,11 @@ from mapfn.blocks import (
     Draw,
     bit_shifts,
     draw_units,
-    hadamard_matrix,
     laid_out,
+    mix,
     read_signs,
     shared_columns,
+    small_matrix,
 )
 from mapfn.tiling import Kernel, tiled
 from mapfn.types import Scales
@@ -92,7 +93,7 @@ def prefers_plain(num_rows: int) -> bool:
 
 def _plain(blocks: Blocks, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor:
     (first, last), made, order = blocks.units, blocks.inside, blocks.order
-    matrix, a = hadamard_matrix(max(blocks.factors), latent), blocks.factors[1]
+    matrix, a = small_matrix(blocks, latent), blocks.factors[1]
     draw = draw_units(blocks, key, first, last)
     columns = shared_columns(blocks, draw, laid_out(blocks, latent), matrix)
     mixed = (columns * draw.own) @ matrix[:a, :a]
@@ -195,7 +196,7 @@ def _stretches(blocks: Blocks) -> Iterator[list[_Stretch]]:
 
 def _tiled_rows(blocks: Blocks, key: Tensor, latent: Tensor, shift: Tensor, out: Tensor) -> None:
     a, columns, tiles = blocks.factors[1], laid_out(blocks, latent), _tiles(blocks, latent)
-    matrix = hadamard_matrix(max(blocks.factors), latent)
+    matrix = small_matrix(blocks, latent)
     shifts = (shift * latent.new_tensor([scale for _, scale in blocks.scales])).unbind()
     for draw in _draws(blocks, key):
         shared = shared_columns(blocks, draw, columns, matrix)
@@ -213,7 +214,7 @@ def _tiled_adjoint(
     blocks: Blocks, key: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     (b, a), total = blocks.factors, gradients[0].new_zeros(blocks.factors)
-    matrix, tiles = hadamard_matrix(max(blocks.factors), total), _tiles(blocks, total)
+    matrix, tiles = small_matrix(blocks, total), _tiles(blocks, total)
     shift = total.new_zeros(())
     for draw in _draws(blocks, key):
         columns = total.new_empty(len(draw.own), b, a)
@@ -230,6 +231,6 @@ def _tiled_adjoint(
             tile.y.mul_(draw.own[tile.units].to(total.dtype))
             torch.sum(tile.y, 1, out=columns[tile.units])
         if b > 1:
-            columns = (matrix[:b, :b] @ columns).mul_(draw.shared)
+            columns = mix(columns, matrix) * draw.shared
         total += columns.sum(0)
     return total.view(-1)[: blocks.latent_dim] * blocks.latent_dim**-0.5, shift

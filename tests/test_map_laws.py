@@ -81,6 +81,12 @@ def test_hadamard_equals_bits_in_plain_python(latent_dim, num_numbers):
     )
 
 
+def test_large_hadamard_equals_bits_in_plain_python():
+    z, zero = seeds.normal(seeds.key(1), 2100), torch.zeros((), dtype=torch.float64)
+    got = mapfn.hadamard().generate(mapfn.hadamard().init(5, 2100, 300), z, zero, 0, 300)
+    torch.testing.assert_close(got, signed_hadamard(5, 2100, 300) @ z, rtol=1e-11, atol=1e-11)
+
+
 @each_size
 def test_hashed_equals_bits_in_plain_python(latent_dim, num_numbers):
     matrix, _ = matrix_of(mapfn.hashed(), latent_dim, num_numbers)

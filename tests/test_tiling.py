@@ -188,7 +188,7 @@ def test_single_precision(pair):
 
 
 @each_map
-@pytest.mark.parametrize("dim", [40, 300])
+@pytest.mark.parametrize("dim", [40, 300, 5000])
 def test_large_tiles_as_shipped(pair, dim, monkeypatch):
     monkeypatch.undo()
     rows = transform._TILE_ROWS + 1000

@@ -15,7 +15,7 @@ class hadamard:
 
     Every row has norm exactly 1 and the columns of each full block are orthogonal. The signs are
     made from a 64-bit key when needed, so the map stores 8 bytes whatever its size; a
-    number takes ``32 + d / 512`` products. See :mod:`mapfn.blocks`.
+    number takes little more than 32 products. See :mod:`mapfn.blocks`.
 
     >>> import torch
     >>> buffers = hadamard().init(0, latent_dim=4, num_numbers=10)
