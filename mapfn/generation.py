@@ -170,26 +170,29 @@ def _eager_full_precision(device: torch.device) -> Iterator[None]:
 def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[str, Tensor]:
     hidden = latent.to(torch.promote_types(latent.dtype, torch.float32))
     last = len(group.layer_dims) - 1
-    for layer, (_, width) in enumerate(group.layer_dims[:last]):
-        raw = _raw(group, layer, _drive(group, layer, hidden, buffers), buffers, (0, width))
-        hidden = group.mapper.activate(hidden, raw)  # type: ignore[attr-defined]  # deep maps have it
+    if group.deep is not None:
+        for layer, (_, width) in enumerate(group.layer_dims[:last]):
+            drive = _drive(group, layer, hidden, buffers)
+            hidden = group.deep.activate(hidden, _raw(group, layer, drive, buffers, (0, width)))
     drive = _drive(group, last, hidden, buffers)
-    if group.one_pass and not transform.prefers_plain(group.num_numbers):
-        return _generate_at_once(group, drive, buffers)
+    if group.scaling is not None and not transform.prefers_plain(group.num_numbers):
+        own = _scoped(buffers, f"{LAYER}{last}.")
+        scales = group.leaf_scales
+        parts = group.scaling.generate_scaled(own, drive.latent, drive.shift, scales)
+        return _finish_leaves(group, drive, parts, buffers)
     leaves: dict[str, Tensor] = {}
     for segment in group.segments:
         leaves |= _generate_segment(group, segment, drive, buffers)
     return leaves
 
 
-def _generate_at_once(group: Group, drive: Drive, buffers: MapBuffers) -> dict[str, Tensor]:
-    own = _scoped(buffers, f"{LAYER}{len(group.layer_dims) - 1}.")
-    scales = group.leaf_scales
-    parts = group.mapper.generate_scaled(own, drive.latent, drive.shift, scales)  # type: ignore[attr-defined]  # one_pass says so
+def _finish_leaves(
+    group: Group, drive: Drive, parts: tuple[Tensor, ...], buffers: MapBuffers
+) -> dict[str, Tensor]:
     if drive.inner.shape[-1]:
         zero = torch.zeros_like(drive.shift)
-        added = transform.scaled_rows(drive.left, drive.inner, zero, scales)
-        parts = [part + more for part, more in zip(parts, added, strict=True)]
+        added = transform.scaled_rows(drive.left, drive.inner, zero, group.leaf_scales)
+        parts = tuple(part + more for part, more in zip(parts, added, strict=True))
     leaves = {}
     for leaf, base, part in zip(group.leaves, group.bases, parts, strict=True):
         center = buffers[BASE + leaf.name] if isinstance(base, str) else base

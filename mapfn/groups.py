@@ -10,7 +10,15 @@ import torch
 from mapfn import plan, seeds
 from mapfn.decoders import full
 from mapfn.layout import Leaf
-from mapfn.types import Decoder, MapBuffers, Mapper, Modulation, Scales
+from mapfn.types import (
+    Decoder,
+    DeepMapper,
+    MapBuffers,
+    Mapper,
+    Modulation,
+    Scales,
+    ScalingMapper,
+)
 
 # Prefixes of names in a group's buffers.
 BASE = "base."
@@ -46,6 +54,10 @@ class Group:
     """Flat numbers of all leaves."""
     segments: tuple[plan.Segment, ...] = field(init=False, repr=False, compare=False)
     """The stretches of the flat numbers that are made together."""
+    deep: DeepMapper | None = field(init=False, repr=False, compare=False)
+    """The mapper, where it has hidden layers."""
+    scaling: ScalingMapper | None = field(init=False, repr=False, compare=False)
+    """The mapper, where it can make and scale all numbers in one pass."""
 
     def __post_init__(self) -> None:
         """Derive the plan once, eagerly: traced code only reads it."""
@@ -55,17 +67,16 @@ class Group:
         found = plan.segments(pieces, mergeable=isinstance(self.decoder, full))
         object.__setattr__(self, "num_numbers", sum(counts))
         object.__setattr__(self, "segments", found)
+        deep = self.mapper if isinstance(self.mapper, DeepMapper) else None
+        object.__setattr__(self, "deep", deep)
+        scales = self.foldable and isinstance(self.mapper, ScalingMapper)
+        object.__setattr__(self, "scaling", self.mapper if scales else None)
 
     @property
     def foldable(self) -> bool:
         """Say whether a leaf's scale may be applied to the latent instead."""
         linear = getattr(self.mapper, "linear", False) and self.activation == "identity"
         return linear and isinstance(self.decoder, full)
-
-    @property
-    def one_pass(self) -> bool:
-        """Say whether the map can make and scale all numbers in one pass."""
-        return self.foldable and hasattr(self.mapper, "generate_scaled")
 
     @property
     def leaf_scales(self) -> Scales:
@@ -75,7 +86,7 @@ class Group:
     @property
     def layer_dims(self) -> tuple[tuple[int, int], ...]:
         """List (inputs, outputs) of each layer of the map; one layer unless it is a deep map."""
-        hidden = tuple(getattr(self.mapper, "hidden_dims", ()))
+        hidden = self.deep.hidden_dims if self.deep else ()
         widths = (self.latent_dim, *hidden, self.num_numbers)
         return tuple(itertools.pairwise(widths))
 

@@ -23,8 +23,7 @@ class Mapper(Protocol):
 
     A mapper may also have ``linear = True``, which promises that ``generate`` is exactly linear
     in ``(latent, shift)`` together, so that a leaf's scale can be applied to the latent instead of
-    to the weights; ``generate_scaled``, which makes all rows in one pass, cut into scaled parts;
-    and ``hidden_dims`` with ``activate(hidden, raw)``, which make it a deep map.
+    to the weights. See also :class:`ScalingMapper` and :class:`DeepMapper`.
     """
 
     def init(self, seed: int, latent_dim: int, num_numbers: int) -> MapBuffers:
@@ -40,6 +39,31 @@ class Mapper(Protocol):
 
 Scales: TypeAlias = tuple[tuple[int, float], ...]
 """``(rows, scale)`` of the parts of some flat numbers, in turn."""
+
+
+@runtime_checkable
+class ScalingMapper(Protocol):
+    """A mapper that can make all rows in one pass, cut into parts and scaled."""
+
+    def generate_scaled(
+        self, buffers: MapBuffers, latent: Tensor, shift: Tensor, scales: Scales
+    ) -> tuple[Tensor, ...]:
+        """Return ``scale * (W latent + shift)`` of each part, ``[rows]``, in turn."""
+        ...
+
+
+@runtime_checkable
+class DeepMapper(Protocol):
+    """A mapper of several layers; ``init`` and ``generate`` are those of one layer."""
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        """Width of each hidden layer."""
+        ...
+
+    def activate(self, hidden: Tensor, raw: Tensor) -> Tensor:
+        """Return the next hidden vector from a layer's input and its raw numbers."""
+        ...
 
 
 class Drive(NamedTuple):

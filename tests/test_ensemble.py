@@ -86,7 +86,10 @@ def test_chunks_change_nothing():
     spec = mapfn.make_spec(target(), latent_dim=4)
     buffers = mapfn.init(spec)[1]
     latents = mapfn.stack([mapfn.init(spec, seed)[0] for seed in range(5)])
-    run = lambda z: mapfn.generate(spec, z, buffers)  # noqa: E731
+
+    def run(z):
+        return mapfn.generate(spec, z, buffers)
+
     assert_close(vmap(run, chunk_size=2)(latents), vmap(run)(latents))
 
 

@@ -196,8 +196,8 @@ def test_a_budget_of_a_spec_leaves_out_identity_and_frozen_groups():
 
 
 def test_specs_are_values():
-    build = lambda: mapfn.make_spec(network(), latent_dim=mapfn.budget(50), mapper=mapfn.mlp((4,)))  # noqa: E731
-    spec, twin = build(), build()
+    options = {"latent_dim": mapfn.budget(50), "mapper": mapfn.mlp((4,))}
+    spec, twin = (mapfn.make_spec(network(), **options) for _ in range(2))
     assert spec == twin
     assert hash(spec) == hash(twin)
     assert len({spec, twin}) == 1
