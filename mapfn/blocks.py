@@ -1,4 +1,4 @@
-"""The signed Hadamard transform: orthogonal rows for next to no memory and time.
+"""The signed Hadamard map: orthogonal rows for next to no memory and time.
 
 Blocks of ``S_b H D_b / sqrt(d)``: ``H`` is the Sylvester-Hadamard matrix of order ``n``, the power
 of two at or above ``d``, ``S_b`` and ``D_b`` are the random row and column signs of block ``b``.
@@ -7,8 +7,10 @@ stored but the key.
 
 ``H = H_b (x) H_a`` with ``a <= 32`` makes the product two small matrix products. Every block has
 ``a`` column signs of its own, repeated ``b`` times, on top of column signs that the ``512 / a``
-blocks of a unit share. So ``H_b`` is applied once a unit, and what is left for a weight is a
-product of 32 terms, whatever ``d`` is.
+blocks of a unit share. So ``H_b`` is applied once a unit, and what is left for a weight is a sum
+of ``a`` terms, whatever ``d`` is. The price: rows of two blocks of one unit that agree in their
+part of ``H_b`` have inner products of about ``a ** -0.5``, the others 0, where signs all drawn
+afresh would spread ``d ** -0.5`` over all of them.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,9 @@ _RUN = 512
 _RUN_WORDS = 8
 # Index of the first word of each stream of one key: row signs, own column signs, shared ones.
 _STREAMS = (0, 1 << 40, 1 << 41)
+# The largest a: the work a weight.
 _LARGEST_FACTOR = 32
+# The largest matrix that is built: H_b of higher order is applied as a product of such.
 _LARGEST_MATRIX = 64
 
 
@@ -88,7 +92,7 @@ class Draw(NamedTuple):
 
 
 def draw_units(blocks: Blocks, key: Tensor, first: int, last: int) -> Draw:
-    """Draw the bits of units ``first .. last``."""
+    """Draw the bits of units ``first .. last`` of the map with this key, ``int64 []``."""
     (b, a), units = blocks.factors, last - first
     runs = b, 1, -(-blocks.order // _RUN) if b > 1 else 0  # of a unit, in each stream
     starts = [
@@ -131,7 +135,13 @@ def shared_columns(blocks: Blocks, draw: Draw, columns: Tensor, matrix: Tensor) 
 
 
 def mix(columns: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply ``[..., b, a]`` by ``H_b``, of whatever order, through a small Hadamard matrix."""
+    """Multiply ``[..., b, a]`` by ``H_b``, of whatever order, through a small Hadamard matrix.
+
+    >>> columns = torch.eye(4)
+    >>> small = hadamard_matrix(2, columns)
+    >>> torch.equal(mix(columns, small), hadamard_matrix(4, columns))
+    True
+    """
     b, size = columns.shape[-2], len(matrix)
     if b <= size:
         return matrix[:b, :b] @ columns
@@ -140,7 +150,7 @@ def mix(columns: Tensor, matrix: Tensor) -> Tensor:
 
 
 def small_matrix(blocks: Blocks, like: Tensor) -> Tensor:
-    """Build the Hadamard matrix of which all larger ones are products."""
+    """Build the Hadamard matrix of which all larger ones are products, at most ``[64, 64]``."""
     return hadamard_matrix(min(blocks.order, _LARGEST_MATRIX), like)
 
 

@@ -161,6 +161,7 @@ def _tiles(blocks: Blocks, like: Tensor) -> Callable[[Draw], Iterator[_Tile]]:
 
     def tiles(draw: Draw) -> Iterator[_Tile]:
         for first in range(0, len(draw.words), size):
+            # What read_signs does, in scratch that stays in cache.
             packed = draw.words[first : first + size].view(torch.int8)
             count = len(packed)
             out = bits[:count]
@@ -184,11 +185,8 @@ def _stretches(blocks: Blocks) -> Iterator[list[_Stretch]]:
                 yield found
                 offset, edge, found = edge, edge + rows, []
             end = min(stop, edge)
-            inside, outside = (
-                slice(begin - offset, end - offset),
-                slice(begin - blocks.start, end - blocks.start),
-            )
-            found.append(_Stretch(inside, outside, slice(begin - start, end - start), part, scale))
+            spans = [slice(begin - base, end - base) for base in (offset, blocks.start, start)]
+            found.append(_Stretch(spans[0], spans[1], spans[2], part, scale))
             begin = end
         start = stop
     yield found

@@ -81,6 +81,17 @@ def test_hadamard_equals_bits_in_plain_python(latent_dim, num_numbers):
     )
 
 
+@pytest.mark.parametrize("latent_dim", [33, 64, 256])
+def test_blocks_that_share_column_signs_have_rows_of_their_own(latent_dim):
+    matrix, _ = matrix_of(mapfn.hadamard(), latent_dim, 2048)
+    order = 1 << (latent_dim - 1).bit_length()
+    products = (matrix @ matrix.T).view(2048 // order, order, 2048 // order, order)
+    between = products[0, :, 1:]
+    assert float(between.abs().max()) < 1 - 1e-6  # no row again, up to its sign
+    # Spread over the rows of another block as evenly as random rows would be.
+    assert float(between.square().mean()) == pytest.approx(1 / latent_dim, rel=0.05)
+
+
 def test_large_hadamard_equals_bits_in_plain_python():
     z, zero = seeds.normal(seeds.key(1), 2100), torch.zeros((), dtype=torch.float64)
     got = mapfn.hadamard().generate(mapfn.hadamard().init(5, 2100, 300), z, zero, 0, 300)

@@ -196,3 +196,36 @@ def test_large_tiles_as_shipped(pair, dim, monkeypatch):
     got = pair.tiled(KEY, z, SHIFT.float(), 0, rows)
     expected = pair.plain(KEY, z, SHIFT.float(), 0, rows)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_many_draws_on_huge_pages_as_shipped(monkeypatch):
+    monkeypatch.undo()
+    rows, z, zero = 17 * transform._TILE_ROWS + 5, latent_of(300).float(), torch.zeros(())
+    whole = transform.rows(KEY, z, zero, 0, rows)
+    middle = rows // 2, rows // 2 + 5000
+    assert torch.equal(whole[slice(*middle)], transform.rows(KEY, z, zero, *middle))
+    assert torch.equal(whole[-5000:], transform.rows(KEY, z, zero, rows - 5000, rows))
+    sizes = (3, 0, rows - 103, 100)
+    parts = transform.scaled_rows(KEY, z, zero, tuple((size, 2.0) for size in sizes))
+    assert tuple(map(len, parts)) == sizes
+    assert torch.equal(torch.cat(parts), 2 * whole)
+
+
+def test_gradients_of_parts_are_those_of_the_whole():
+    scales = ((40, 0.5), (0, 1.0), (70, 1.0), (40, -3.0))
+    factors = torch.cat([torch.full((size,), scale).double() for size, scale in scales])
+    z, weights = latent_of(40), torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+
+    def of_parts(z, shift):
+        parts = transform.scaled_rows(KEY, z, shift, scales)
+        return sum(
+            (p**3 * w).sum() for p, w in zip(parts, weights.split([40, 0, 70, 40]), strict=True)
+        )
+
+    def of_whole(z, shift):
+        return ((plain_hadamard(KEY, z, shift, 0, ROWS) * factors) ** 3 * weights).sum()
+
+    close(grad(of_parts, (0, 1))(z, SHIFT), grad(of_whole, (0, 1))(z, SHIFT))
+    close(hessian(of_parts)(z, SHIFT), hessian(of_whole)(z, SHIFT))
+    batch = torch.stack([z, 2 * z])
+    close(*(vmap(grad(f), (0, None))(batch, SHIFT) for f in (of_parts, of_whole)))
