@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mapfn import demo as digits_demo
 from mapfn import doctor, report
-from mapfn.spec import make_spec
+from mapfn.spec import Spec, make_spec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -130,12 +130,25 @@ def check(
     batch = _load(inputs) if inputs else tuple(map(_random_input, input_shape or ()))
     batch = batch if isinstance(batch, tuple) else (batch,)
     spec = make_spec(module, strategy=strategy, latent_dim=latent_dim)
-    found = doctor.check(spec, module, *batch)
+    found = _checked(spec, module, batch)
     print(found)
     if as_json:
         _print_json(_report_data(found))
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _checked(spec: Spec, module: Any, batch: tuple[Any, ...]) -> doctor.Report:
+    try:
+        return doctor.check(spec, module, *batch)
+    except ValueError:  # the library's own words
+        raise
+    except Exception as error:  # whatever the target's own forward raises
+        given = ", ".join(str(tuple(x.shape)) for x in batch if isinstance(x, torch.Tensor))
+        raise Failure(
+            f"the target refused inputs of shape {given or 'nothing'}: {error}. To mend it: pass"
+            " --input-shape once for each argument of its forward, or --inputs"
+        ) from error
 
 
 def _report_data(found: doctor.Report) -> dict[str, Any]:

@@ -94,7 +94,8 @@ def test_check_passes_and_fails_by_exit_code(run):
         (["summary", "nets:build", "--strategy", "each"], "'slvt', 'layerwise' or a strategy"),
         (["summary", "nets:build", "--latent-dim", "0"], "expected an int >= 1, got 0"),
         (["check", "nets:build", "--input-shape", "2,x"], "expected sizes as in 2,1,28,28"),
-        (["check", "nets:build", "--input-shape", "2,7"], "shapes cannot be multiplied"),
+        (["check", "nets:build", "--input-shape", "2,7"], "refused inputs of shape (2, 7): mat1"),
+        (["check", "nets:build"], "refused inputs of shape nothing"),
     ],
 )
 def test_errors_take_one_line(run, arguments, words):
