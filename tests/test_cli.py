@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
+
+from mapfn.__main__ import main
 
 NETS = """
 import torch
@@ -37,6 +40,30 @@ def run(tmp_path):
         )
 
     return run
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch, capsys):
+    """Run the command without a process of its own, which takes seconds to import torch."""
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+
+    def run_here(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mapfn", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        sys.modules.pop("nets", None)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run_here
 
 
 def last_json(done):
@@ -98,17 +125,24 @@ def test_check_passes_and_fails_by_exit_code(run):
         (["check", "nets:build"], "refused inputs of shape nothing"),
     ],
 )
-def test_errors_take_one_line(run, arguments, words):
-    done = run(*arguments)
+def test_errors_take_one_line(run_here, arguments, words):
+    done = run_here(*arguments)
     assert done.returncode == 1
     assert done.stderr.startswith("mapfn: ")
     assert len(done.stderr.splitlines()) == 1
     assert words in done.stderr
 
 
+def test_an_error_ends_the_process_with_one_line_and_exit_code_1(run):
+    done = run("summary", "nets:broken")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "mapfn: nets:broken() raised OSError: no weights here\n"
+
+
 @pytest.mark.parametrize("arguments", [["nothing"], ["demo", "--epochs", "x"], ["summary"]])
-def test_wrong_usage_has_exit_code_2(run, arguments):
-    assert run(*arguments).returncode == 2
+def test_wrong_usage_has_exit_code_2(run_here, arguments):
+    assert run_here(*arguments).returncode == 2
 
 
 def test_help_and_version(run):
