@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import mapfn
 import mapfn.blocks as blocks_module
 import mapfn.mappers.hashed as hashed_module
 from mapfn import seeds, transform
+from mapfn.tiling import tiled
 
 ROWS = 150  # with units of 64 rows, tiles of one unit, draws of two: many of each, the last short
 SPANS = [(0, ROWS), (5, 133), (64, 128), (31, 34)]
@@ -229,3 +231,17 @@ def test_gradients_of_parts_are_those_of_the_whole():
     close(hessian(of_parts)(z, SHIFT), hessian(of_whole)(z, SHIFT))
     batch = torch.stack([z, 2 * z])
     close(*(vmap(grad(f), (0, None))(batch, SHIFT) for f in (of_parts, of_whole)))
+
+
+def test_a_large_group_is_one_pass_over_the_map(monkeypatch):
+    target = torch.nn.Sequential(torch.nn.Linear(9, 7), torch.nn.LayerNorm(7))
+    spec = mapfn.make_spec(target, strategy="slvt", latent_dim=5)
+    passes = []
+
+    def counted(kernel, *tensors):
+        passes.append(sum(kernel.sizes))
+        return tiled(kernel, *tensors)
+
+    monkeypatch.setattr(transform, "tiled", counted)
+    mapfn.generate(spec, *mapfn.init(spec))
+    assert passes == [9 * 7 + 7 + 7 + 7]
