@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import mapfn
 import mapfn.blocks as blocks_module
 import mapfn.mappers.hashed as hashed_module
-from mapfn import seeds, transform
+from mapfn import plan, seeds, transform
 from mapfn.tiling import tiled
 
 ROWS = 150  # with units of 64 rows, tiles of one unit, draws of two: many of each, the last short
@@ -234,6 +234,7 @@ def test_gradients_of_parts_are_those_of_the_whole():
 
 
 def test_a_large_group_is_one_pass_over_the_map(monkeypatch):
+    monkeypatch.setattr(plan, "_SEGMENT", 16)  # a small group, cut like a large one
     target = torch.nn.Sequential(torch.nn.Linear(9, 7), torch.nn.LayerNorm(7))
     spec = mapfn.make_spec(target, strategy="slvt", latent_dim=5)
     passes = []
