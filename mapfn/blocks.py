@@ -33,48 +33,43 @@ _LARGEST_MATRIX = 64
 
 
 class Blocks(NamedTuple):
-    """Which blocks cover the rows ``start .. stop`` of a map with ``latent_dim`` columns."""
+    """Which blocks cover some rows of a map; from :func:`cover`."""
 
     latent_dim: int
     start: int
+    """First wanted row."""
     stop: int
+    """One past the last wanted row."""
     scales: Scales
-    """``(rows, scale)`` of the parts that cover the rows in turn."""
+    """``(rows, scale)`` of the parts that cover the wanted rows in turn."""
+    order: int
+    """Rows of a block: the power of two at or above the latent's size."""
+    factors: tuple[int, int]
+    """``(b, a)``: their product is the order."""
+    unit: int
+    """Rows of a unit; its blocks' own column signs are one run."""
+    units: tuple[int, int]
+    """First unit, and one past the last."""
+    inside: slice
+    """The blocks of a unit that are made: all, unless one unit has all wanted rows."""
 
-    @property
-    def order(self) -> int:
-        """Rows of a block: the power of two at or above the latent's size."""
-        return 1 << (self.latent_dim - 1).bit_length()
 
-    @property
-    def factors(self) -> tuple[int, int]:
-        """``(b, a)``: their product is the order."""
-        a = min(self.order, _LARGEST_FACTOR)
-        return self.order // a, a
+def cover(latent_dim: int, start: int, stop: int, scales: Scales) -> Blocks:
+    """Find the blocks that cover the rows ``start .. stop`` of a map.
 
-    @property
-    def unit(self) -> int:
-        """Rows of a unit; its own column signs are one run."""
-        return _RUN * self.factors[0]
-
-    @property
-    def run(self) -> int:
-        """Signs in a run."""
-        return _RUN
-
-    @property
-    def units(self) -> tuple[int, int]:
-        """First unit, and one past the last."""
-        return self.start // self.unit, -(-self.stop // self.unit)
-
-    @property
-    def inside(self) -> slice:
-        """The blocks of a unit that are made: all, unless one unit has all wanted rows."""
-        first, last = self.units
-        if last - first > 1:
-            return slice(0, self.unit // self.order)
-        offset = first * self.unit
-        return slice((self.start - offset) // self.order, -(-(self.stop - offset) // self.order))
+    >>> cover(latent_dim=2048, start=0, stop=5000, scales=((5000, 1.0),)).inside
+    slice(0, 3, None)
+    """
+    order = 1 << (latent_dim - 1).bit_length()
+    a = min(order, _LARGEST_FACTOR)
+    unit = _RUN * (order // a)
+    first, last = start // unit, -(-stop // unit)
+    inside = slice(0, unit // order)
+    if last - first == 1:
+        offset = first * unit
+        inside = slice((start - offset) // order, -(-(stop - offset) // order))
+    factors = order // a, a
+    return Blocks(latent_dim, start, stop, scales, order, factors, unit, (first, last), inside)
 
 
 class Draw(NamedTuple):

@@ -14,6 +14,7 @@ from mapfn.blocks import (
     Blocks,
     Draw,
     bit_shifts,
+    cover,
     draw_units,
     laid_out,
     mix,
@@ -51,9 +52,9 @@ def rows(key: Tensor, latent: Tensor, shift: Tensor, start: int, stop: int) -> T
     >>> bool((rows(key, z, torch.zeros(()), 5, 9) == whole[5:9]).all())
     True
     """
-    blocks = Blocks(latent.shape[-1], start, stop, ((stop - start, 1.0),))
     if start == stop:
         return shift.expand(0)
+    blocks = cover(latent.shape[-1], start, stop, ((stop - start, 1.0),))
     if prefers_plain(stop - start):
         return _plain(blocks, key, latent, shift)
     return tiled(_kernel(blocks), key, latent, shift)[0]
@@ -78,7 +79,7 @@ def scaled_rows(key: Tensor, latent: Tensor, shift: Tensor, scales: Scales) -> t
     >>> torch.allclose(first, 2 * whole[:3]), torch.allclose(second, whole[3:])
     (True, True)
     """
-    blocks = Blocks(latent.shape[-1], 0, sum(count for count, _ in scales), scales)
+    blocks = cover(latent.shape[-1], 0, sum(count for count, _ in scales), scales)
     return tiled(_kernel(blocks), key, latent, shift)
 
 
@@ -152,11 +153,9 @@ def _tiles(blocks: Blocks, like: Tensor) -> Callable[[Draw], Iterator[_Tile]]:
     """Return what takes the draws apart, in turn, into tiles."""
     made, stretches = blocks.inside, _stretches(blocks)
     size, (begin, end) = _tile_units(blocks), blocks.units
-    units = min(size, end - begin)
+    units, run_bytes = min(size, end - begin), blocks.unit // blocks.factors[0] // 8
     x, y = like.new_empty(2, units, made.stop - made.start, *blocks.factors)
-    bits = torch.empty(
-        units, blocks.factors[0], 8, blocks.run // 8, dtype=torch.int8, device=like.device
-    )
+    bits = torch.empty(units, blocks.factors[0], 8, run_bytes, dtype=torch.int8, device=like.device)
     shifts = bit_shifts(like)
 
     def tiles(draw: Draw) -> Iterator[_Tile]:
@@ -165,7 +164,7 @@ def _tiles(blocks: Blocks, like: Tensor) -> Callable[[Draw], Iterator[_Tile]]:
             packed = draw.words[first : first + size].view(torch.int8)
             count = len(packed)
             out = bits[:count]
-            torch.bitwise_left_shift(packed.view(count, -1, 1, blocks.run // 8), shifts, out=out)
+            torch.bitwise_left_shift(packed.view(count, -1, 1, run_bytes), shifts, out=out)
             out.bitwise_right_shift_(7).bitwise_or_(1)
             signs = out.view(count, -1, blocks.order)[:, made]
             yield _Tile(slice(first, first + count), signs, x[:count], y[:count], next(stretches))

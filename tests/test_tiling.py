@@ -25,7 +25,7 @@ class Pair(NamedTuple):
 
 def plain_hadamard(key, latent, shift, start, stop):
     dim = latent.shape[-1]
-    blocks = blocks_module.Blocks(dim, start, stop, ((stop - start, 1.0),))
+    blocks = blocks_module.cover(dim, start, stop, ((stop - start, 1.0),))
     return transform._plain(blocks, key, latent, shift)
 
 
