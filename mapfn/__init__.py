@@ -4,9 +4,9 @@
 ``target, params, state, inputs -> outputs, state`` (arXiv 2602.19134), on torch.func.
 """
 
+from mapfn import ensemble, losses, optim, train
 from mapfn.decoders import full
 from mapfn.doctor import check
-from mapfn.ensemble import stack, unstack
 from mapfn.generation import base_params, generate, init
 from mapfn.mappers.frozen import frozen
 from mapfn.mappers.hadamard import hadamard
@@ -15,6 +15,7 @@ from mapfn.mappers.identity import identity
 from mapfn.mappers.mlp import mlp
 from mapfn.mappers.orthogonal import orthogonal
 from mapfn.mappers.residual_mlp import residual_mlp
+from mapfn.members import stack, unstack
 from mapfn.modulation import additive, affine, modulate_low_rank
 from mapfn.report import count, summary
 from mapfn.serialization import spec_from_json, spec_to_json
@@ -35,6 +36,7 @@ __all__ = [
     "call",
     "check",
     "count",
+    "ensemble",
     "frozen",
     "full",
     "generate",
@@ -45,9 +47,11 @@ __all__ = [
     "init",
     "init_state",
     "layerwise",
+    "losses",
     "make_spec",
     "mlp",
     "modulate_low_rank",
+    "optim",
     "orthogonal",
     "residual_mlp",
     "slvt",
@@ -55,5 +59,6 @@ __all__ = [
     "spec_to_json",
     "stack",
     "summary",
+    "train",
     "unstack",
 ]

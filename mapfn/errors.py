@@ -1,6 +1,7 @@
 """One form for every error text: where, expected, got, what to do."""
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def message(where: str, *, expected: str, got: str, fix: str) -> str:
@@ -34,3 +35,16 @@ def differing(expected: Iterable[str], got: Iterable[str]) -> str:
     extra = [name for name in had if name not in set(wanted)]
     parts = [("missing", missing), ("extra", extra)]
     return "; ".join(f"{word} {listing(names)}" for word, names in parts if names)
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or a gradient that is NaN or infinite; ``state`` is the last good one.
+
+    >>> NonFiniteError("loss is nan", state=None).state is None
+    True
+    """
+
+    def __init__(self, text: str, state: Any) -> None:
+        """Keep the state beside the text."""
+        super().__init__(text)
+        self.state = state

@@ -4,15 +4,13 @@
 plan that is decided by the spec alone.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mapfn import modulation, seeds, transform, trees, validation
-from mapfn.groups import BASE, LAYER, MODULATION, Group, fixed_numbers
+from mapfn import raw, seeds, transform, trees, validation
+from mapfn.groups import BASE, Group, fixed_numbers
 from mapfn.layout import Leaf
 from mapfn.plan import Segment
 from mapfn.spec import Spec
@@ -138,45 +136,20 @@ def generate(spec: Spec, latents: Latents, buffers: Buffers) -> Any:
     params: dict[str, Tensor] = {}
     for group in spec.groups:
         if group.latent_dim:
-            with _full_precision(latents[group.name].device):
-                params |= _generate_group(group, latents[group.name], buffers[group.name])
+            with raw.full_precision(latents[group.name].device):
+                params |= generate_group(group, latents[group.name], buffers[group.name])
         else:
             named = zip(group.leaves, group.bases, strict=True)
             params |= {leaf.name: _base_tensor(leaf, b, buffers[group.name]) for leaf, b in named}
     return spec.layout.build(params)
 
 
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Switch autocast off, and in eager code the reduced-precision matrix products too."""
-    if torch.compiler.is_compiling():
-        return torch.autocast(device.type, enabled=False)
-    return _eager_full_precision(device)
-
-
-@contextmanager
-def _eager_full_precision(device: torch.device) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    with torch.autocast(device.type, enabled=False):
-        if before == "highest":
-            yield
-            return
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-
-def _generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[str, Tensor]:
-    hidden = latent.to(torch.promote_types(latent.dtype, torch.float32))
+def generate_group(group: Group, latent: Tensor, buffers: MapBuffers) -> dict[str, Tensor]:
+    """Make the leaves of one group, by name; what :func:`generate` does, without its checks."""
     last = len(group.layer_dims) - 1
-    if group.deep is not None:
-        for layer, (_, width) in enumerate(group.layer_dims[:last]):
-            drive = _drive(group, layer, hidden, buffers)
-            hidden = group.deep.activate(hidden, _raw(group, layer, drive, buffers, (0, width)))
-    drive = _drive(group, last, hidden, buffers)
+    drive = raw.drive_layer(group, last, raw.last_input(group, latent, buffers), buffers)
     if group.scaling is not None and not transform.prefers_plain(group.num_numbers):
-        own = _scoped(buffers, f"{LAYER}{last}.")
+        own = raw.layer_buffers(group, last, buffers)
         scales = group.leaf_scales
         parts = group.scaling.generate_scaled(own, drive.latent, drive.shift, scales)
         return _finish_leaves(group, drive, parts, buffers)
@@ -208,40 +181,10 @@ def _generate_segment(
     folded = group.foldable and len(segment.runs) == 1
     drive = drive.scaled(segment.runs[0].scale) if folded else drive
     layer = len(group.layer_dims) - 1
-    raw = _raw(group, layer, drive, buffers, (segment.start, segment.stop))
-    numbers = _activate(group.activation, raw)
+    made = raw.raw_rows(group, layer, drive, buffers, (segment.start, segment.stop))
+    numbers = raw.activate(group.activation, made)
     leaves: dict[str, Tensor] = {}
     for run, part in zip(segment.runs, segment.cut(numbers), strict=True):
         base = buffers[BASE + run.name] if isinstance(run.base, str) else run.base
         leaves |= run.cut(group.decoder.decode(part, base, 1.0 if folded else run.scale))
     return leaves
-
-
-def _scoped(buffers: MapBuffers, prefix: str) -> MapBuffers:
-    return {
-        name[len(prefix) :]: tensor for name, tensor in buffers.items() if name.startswith(prefix)
-    }
-
-
-def _drive(group: Group, layer: int, latent: Tensor, buffers: MapBuffers) -> Drive:
-    if group.modulation is None:
-        return modulation.plain(latent)
-    own = _scoped(buffers, f"{LAYER}{layer}.{MODULATION}")
-    return group.modulation.modulate(own, latent)
-
-
-def _raw(
-    group: Group, layer: int, drive: Drive, buffers: MapBuffers, rows: tuple[int, int]
-) -> Tensor:
-    own = _scoped(buffers, f"{LAYER}{layer}.")
-    raw = group.mapper.generate(own, drive.latent, drive.shift, *rows)
-    if drive.inner.shape[-1]:
-        zero = torch.zeros_like(drive.shift)
-        raw = raw + transform.rows(drive.left, drive.inner, zero, *rows)
-    return raw
-
-
-def _activate(activation: str, raw: Tensor) -> Tensor:
-    if activation == "tanh":
-        return raw.tanh()
-    return raw.sin() if activation == "sin" else raw

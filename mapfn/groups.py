@@ -16,6 +16,7 @@ from mapfn.types import (
     MapBuffers,
     Mapper,
     Modulation,
+    NormedMapper,
     Scales,
     ScalingMapper,
 )
@@ -58,6 +59,8 @@ class Group:
     """The mapper, where it has hidden layers."""
     scaling: ScalingMapper | None = field(init=False, repr=False, compare=False)
     """The mapper, where it can make and scale all numbers in one pass."""
+    normed: NormedMapper | None = field(init=False, repr=False, compare=False)
+    """The mapper, where it has one layer and knows the norms of its rows."""
 
     def __post_init__(self) -> None:
         """Derive the plan once, eagerly: traced code only reads it."""
@@ -69,6 +72,8 @@ class Group:
         object.__setattr__(self, "segments", found)
         deep = self.mapper if isinstance(self.mapper, DeepMapper) else None
         object.__setattr__(self, "deep", deep)
+        normed = isinstance(self.mapper, NormedMapper) and deep is None
+        object.__setattr__(self, "normed", self.mapper if normed else None)
         scales = self.foldable and isinstance(self.mapper, ScalingMapper)
         object.__setattr__(self, "scaling", self.mapper if scales else None)
 

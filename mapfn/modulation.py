@@ -24,7 +24,7 @@ def plain(latent: Tensor) -> Drive:
 class additive:
     """``W z + alpha z.z / d``: the additive modulation of arXiv 2602.19134.
 
-    >>> float(additive(0.5).modulate({}, torch.ones(4)).shift)
+    >>> float(additive(0.5).modulate({}, torch.ones(4), torch.ones(4)).shift)
     0.5
     """
 
@@ -35,17 +35,17 @@ class additive:
         """Nothing is fixed."""
         return {}
 
-    def modulate(self, buffers: MapBuffers, latent: Tensor) -> Drive:
+    def modulate(self, buffers: MapBuffers, latent: Tensor, vector: Tensor) -> Drive:
         """Shift every number by ``alpha z.z / d``."""
-        energy = latent.dot(latent) / latent.shape[-1]
-        return plain(latent)._replace(shift=self.alpha * energy)
+        energy = latent.dot(vector) / latent.shape[-1]
+        return plain(vector)._replace(shift=self.alpha * energy)
 
 
 @dataclass(frozen=True)
 class affine:
     """``W ((1 + scale tanh z) * z) + shift z.z / d``: a column-wise gain and a shift.
 
-    >>> float(affine(0.0, 2.0).modulate({}, torch.ones(4)).shift)
+    >>> float(affine(0.0, 2.0).modulate({}, torch.ones(4), torch.ones(4)).shift)
     2.0
     """
 
@@ -58,10 +58,10 @@ class affine:
         """Nothing is fixed."""
         return {}
 
-    def modulate(self, buffers: MapBuffers, latent: Tensor) -> Drive:
+    def modulate(self, buffers: MapBuffers, latent: Tensor, vector: Tensor) -> Drive:
         """Gain on the latent, shift on the numbers."""
-        energy = latent.dot(latent) / latent.shape[-1]
-        gained = latent * (1 + self.scale * latent.tanh())
+        energy = latent.dot(vector) / latent.shape[-1]
+        gained = vector * (1 + self.scale * latent.tanh())
         return plain(gained)._replace(shift=self.shift * energy)
 
 
@@ -70,7 +70,7 @@ class modulate_low_rank:
     """``(W + (alpha / rank) U diag(Q z) V) z`` with fixed signed Hadamard maps U, Q, V.
 
     >>> buffers = modulate_low_rank(rank=2).init(0, latent_dim=4, num_numbers=10)
-    >>> modulate_low_rank(rank=2).modulate(buffers, torch.ones(4)).inner.shape
+    >>> modulate_low_rank(rank=2).modulate(buffers, torch.ones(4), torch.ones(4)).inner.shape
     torch.Size([2])
     """
 
@@ -89,9 +89,9 @@ class modulate_low_rank:
         names = ("left", "gate", "right")
         return {name: seeds.key(seeds.derive(seed, name)) for name in names}
 
-    def modulate(self, buffers: MapBuffers, latent: Tensor) -> Drive:
+    def modulate(self, buffers: MapBuffers, latent: Tensor, vector: Tensor) -> Drive:
         """Compute ``(alpha / rank) Q z * V z``, which U spreads over the numbers."""
-        drive = plain(latent)
+        drive = plain(vector)
         gate = transform.rows(buffers["gate"], latent, drive.shift, 0, self.rank)
-        right = transform.rows(buffers["right"], latent, drive.shift, 0, self.rank)
+        right = transform.rows(buffers["right"], vector, drive.shift, 0, self.rank)
         return drive._replace(inner=(self.alpha / self.rank) * gate * right, left=buffers["left"])

@@ -63,7 +63,22 @@ def words_at(key: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     index = torch.cat(indices) if len(indices) > 1 else indices[0]
     # key + index * gamma, but with the key inside: of a constant times an index Inductor makes a
     # loop counter in C++, whose signed overflow lets the loop run past its end (torch 2.13).
-    word = (key * _GAMMA_INVERSE + index) * _GAMMA
+    return _mixed((key * _GAMMA_INVERSE + index) * _GAMMA)
+
+
+def fold(key: Tensor, index: Tensor) -> Tensor:
+    """Return a new key, ``int64 []``, from a key and an index: word ``index`` of its stream.
+
+    The index is a tensor, ``int64 []``, so that a number that grows at every step recompiles
+    nothing.
+
+    >>> bool(fold(key(7), torch.tensor(3)) == words(key(7), 3, 1))
+    True
+    """
+    return _mixed((key * _GAMMA_INVERSE + index + 1) * _GAMMA)
+
+
+def _mixed(word: Tensor) -> Tensor:
     word = (word ^ _logical_right_shift(word, 30)) * _MIX_1
     word = (word ^ _logical_right_shift(word, 27)) * _MIX_2
     return word ^ _logical_right_shift(word, 31)

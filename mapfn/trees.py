@@ -107,3 +107,42 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     for leaf in optree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+
+
+def outputs(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the floating-point tensors of what a target returns, in its own order.
+
+    Tuples, lists and mappings are entered, a HuggingFace ``ModelOutput`` too; anything else, a
+    cache of keys and values for one, is left out.
+
+    >>> [len(part) for part in outputs({"a": torch.ones(1), "b": (torch.ones(2), None)})]
+    [1, 2]
+    """
+    if isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from outputs(child)
+    elif isinstance(tree, list | tuple):
+        for child in tree:
+            yield from outputs(child)
+
+
+def plain(tree: Any) -> Any:
+    """Turn what a target returns into dicts, lists and tuples of its floating-point tensors.
+
+    >>> from collections import OrderedDict
+    >>> plain(OrderedDict(a=(torch.ones(1), None)))
+    {'a': (tensor([1.]),)}
+    """
+    if isinstance(tree, Mapping):
+        return {name: plain(child) for name, child in tree.items() if _holds(child)}
+    if isinstance(tree, list | tuple):
+        kept = [plain(child) for child in tree if _holds(child)]
+        return kept if isinstance(tree, list) else tuple(kept)
+    return tree
+
+
+def _holds(tree: Any) -> bool:
+    return next(outputs(tree), None) is not None

@@ -1,6 +1,6 @@
 """The library's language: aliases and protocols. No behaviour lives here."""
 
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -91,8 +91,12 @@ class Modulation(Protocol):
         """Make the modulation's fixed numbers on the CPU."""
         ...
 
-    def modulate(self, buffers: MapBuffers, latent: Tensor) -> Drive:
-        """Return what to put through the unmodulated map."""
+    def modulate(self, buffers: MapBuffers, latent: Tensor, vector: Tensor) -> Drive:
+        """Return what to put through the fixed map, so that ``vector`` goes through the modulated.
+
+        ``latent [latent_dim]`` modulates; the result is linear in ``vector [latent_dim]``, which
+        is the same latent when weights are made.
+        """
         ...
 
 
@@ -107,3 +111,59 @@ class Decoder(Protocol):
     def decode(self, numbers: Tensor, base: Tensor | float, scale: float) -> Tensor:
         """Return the leaf, flat, from its ``numbers [num_numbers]``."""
         ...
+
+
+@runtime_checkable
+class NormedMapper(Protocol):
+    """A mapper that knows its rows, so that the smoothness of its weights has a closed form."""
+
+    def squared_norms(self, buffers: MapBuffers, like: Tensor, start: int, stop: int) -> Tensor:
+        """Return ``||w||^2`` of the rows ``start .. stop`` of ``W``, in the dtype of ``like``."""
+        ...
+
+
+class Moments(NamedTuple):
+    """Sums over the rows of a group's fixed map that mapping losses need at every step."""
+
+    row_mean: Tensor
+    """Mean row of the last layer's ``W``, ``float [width]``."""
+    left_mean: Tensor
+    """Mean row of the low-rank factor ``U``, ``float [rank]``; ``[0]`` without one."""
+    pull: Tensor
+    """Sum of ``s^2 w`` over the rows, ``float [width]``; ``[0]`` where it is not needed."""
+    energy: Tensor
+    """Sum of ``s^2 ||w||^2`` over the rows, ``float []``."""
+    spread: Tensor
+    """Sum of ``s^2`` over the rows, ``float []``."""
+
+
+class TrainState(NamedTuple):
+    """All that a train step needs from the step before; a tree of tensors."""
+
+    latents: Latents
+    coefficients: dict[str, Tensor]
+    """The trained coefficients of the mapping loss before softplus, by term; often empty."""
+    buffers: Buffers
+    moments: dict[str, Moments]
+    """Fixed sums over the map by group; empty unless the loss needs them."""
+    target_state: State
+    optimizer_state: Any
+    key: Tensor
+    """Key of noise and probes, ``int64 []``, from the seed."""
+    step: Tensor
+    """Steps done, ``int64 []``."""
+
+
+class StepInfo(NamedTuple):
+    """What a human wants to see of a train step; tensors without a gradient, ``[]`` each."""
+
+    loss: Tensor
+    """Before the step, and averaged over its parts where a step accumulates."""
+    aux: dict[str, Tensor]
+    """Named components of the loss and what the loss function returned beside it."""
+    gradient_norm: Tensor
+    """Of all latents and coefficients together."""
+    latent_norm: Tensor
+    """Before the step."""
+    update_ratio: Tensor
+    """Norm of the update over the norm of what it updates."""

@@ -30,6 +30,7 @@ FLOORS = {
     "groups": 4.2,
     "spec": 4.5,
     "validation": 4.7,
+    "raw": 4.7,
     "serialization": 4.7,
     "parts": 2,
     "support": 7.5,
@@ -40,9 +41,20 @@ FLOORS = {
     "target": 5,
     "summary": 5,
     "report": 5,
+    "moments": 5.5,
+    "terms": 5.7,
     "losses": 6,
-    "optim": 6,
+    "schedules": 5,
+    "optim": 5.5,
+    "members": 2.5,
     "ensemble": 6,
+    "draws": 6.3,
+    "steps": 6.5,
+    "batches": 3,
+    "loops": 3,
+    "callbacks": 3.5,
+    "evaluation": 6.7,
+    "find_lr": 6.7,
     "train": 7,
     "testing": 7,
     "checkpoint": 8,
@@ -54,7 +66,7 @@ FLOORS = {
     "cli": 9,
 }
 # The front door re-exports from every floor.
-DOORS = {"__init__", "__main__"}
+DOORS = {"__init__", "__main__", "train"}
 MOST_LINES = 300
 # Calls at import that only name or freeze something.
 HARMLESS_CALLS = {"NamedTuple", "ParamSpec", "TypeVar", "frozenset", "object"}

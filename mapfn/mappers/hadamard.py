@@ -40,3 +40,7 @@ class hadamard:
     ) -> tuple[Tensor, ...]:
         """Return all rows, cut into scaled parts, in one pass."""
         return transform.scaled_rows(buffers["key"], latent, shift, scales)
+
+    def squared_norms(self, buffers: MapBuffers, like: Tensor, start: int, stop: int) -> Tensor:
+        """Every row has norm 1."""
+        return like.new_ones(stop - start)

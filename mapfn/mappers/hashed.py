@@ -44,6 +44,10 @@ class hashed:
         rows, adjoint = partial(_rows, start, stop), partial(_adjoint, latent.shape[-1], start)
         return tiled(Kernel(rows, adjoint, (stop - start,)), buffers["key"], latent, shift)[0]
 
+    def squared_norms(self, buffers: MapBuffers, like: Tensor, start: int, stop: int) -> Tensor:
+        """Every row has norm 1."""
+        return like.new_ones(stop - start)
+
 
 def _coordinates(key: Tensor, latent_dim: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return the index ``int64`` and the sign ``int32`` of rows ``start .. stop``."""

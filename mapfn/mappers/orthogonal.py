@@ -44,3 +44,7 @@ class orthogonal:
     ) -> Tensor:
         """Return rows ``start .. stop`` of ``W latent + shift``."""
         return buffers["matrix"][start:stop].to(latent.dtype) @ latent + shift
+
+    def squared_norms(self, buffers: MapBuffers, like: Tensor, start: int, stop: int) -> Tensor:
+        """Sum the squares of each row."""
+        return buffers["matrix"][start:stop].to(like.dtype).square().sum(1)

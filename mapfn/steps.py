@@ -1,0 +1,271 @@
+"""The train step: one pure function from a state and a batch to the next state.
+
+Everything that a step needs is in :class:`~mapfn.types.TrainState`, a tree of tensors, so a step
+is compiled, put under ``vmap``, saved and resumed as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mapfn import losses, optim, seeds, trees
+from mapfn.draws import Draw, draw_step
+from mapfn.errors import message
+from mapfn.generation import generate, init
+from mapfn.layout import tensors_by_name
+from mapfn.losses import mapping_loss
+from mapfn.moments import moments
+from mapfn.optim import Optimizer
+from mapfn.spec import Spec
+from mapfn.target import apply, init_state
+from mapfn.types import Latents, State, StepInfo, TrainState
+
+Unpacked = tuple[tuple[Any, ...], Mapping[str, Any], Any]
+"""``(args, kwargs, targets)``: what the target is called with, and what the loss compares to."""
+
+
+class Training(NamedTuple):
+    """A pair of functions; unpack it as ``init, step = make_step(...)``."""
+
+    init: Callable[..., TrainState]
+    """``init(seed=0, *, device=None, tensors=None, target_state=None) -> TrainState``."""
+    step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
+    """``step(state, batch) -> (state, info)``; pure, and traceable as one graph."""
+
+
+def inputs_and_targets(batch: Any) -> Unpacked:
+    """Take a batch apart: ``(inputs, targets)``, or a dict of keyword arguments.
+
+    Args:
+        batch: ``(inputs, targets)``, where a tuple of inputs are positional arguments and a dict of
+            inputs keyword arguments; or one dict, which is both the keyword arguments and the
+            targets, as HuggingFace models with ``labels`` have it.
+
+    Returns:
+        ``(args, kwargs, targets)``.
+
+    Raises:
+        TypeError: anything else.
+
+    >>> inputs_and_targets((1, 2))
+    ((1,), {}, 2)
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch), batch
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        expected = "(inputs, targets) or a dict of keyword arguments"
+        got = type(batch).__name__
+        got += f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        fix = "pass make_step(unpack=function), batch -> (args, kwargs, targets)"
+        raise TypeError(message("step(batch)", expected=expected, got=got, fix=fix))
+    inputs, targets = batch
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs), targets
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}, targets
+
+
+class _Plan(NamedTuple):
+    """What make_step was asked for."""
+
+    spec: Spec
+    target: Any
+    loss: mapping_loss
+    optimizer: Optimizer
+    accumulate: int
+    autocast: torch.dtype | None
+    unpack: Callable[[Any], Unpacked]
+
+
+def make_step(
+    spec: Spec,
+    target: Any,
+    loss_fn: Callable[[Any, Any], Any] | mapping_loss,
+    optimizer: Optimizer,
+    *,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    unpack: Callable[[Any], Unpacked] = inputs_and_targets,
+) -> Training:
+    """Make the two functions of a training: ``init(seed)`` and ``step(state, batch)``.
+
+    Args:
+        spec: from :func:`~mapfn.make_spec`.
+        target: the module, or a function ``f(params, state, *args) -> (outputs, state)``.
+        loss_fn: ``loss_fn(outputs, targets)``, a scalar, or a scalar and a dict of named tensors;
+            or a :class:`~mapfn.losses.mapping_loss`.
+        optimizer: from :mod:`mapfn.optim`, or any pair of its form.
+        accumulate: cut each batch into so many equal parts, run in turn, to save memory; one
+            update, and the gradient of a mean loss is that of the whole batch.
+        autocast: dtype in which the target and the loss run where autocast allows, ``bfloat16``
+            for one; latents, weights and optimizer keep theirs.
+        unpack: ``batch -> (args, kwargs, targets)``.
+
+    Returns:
+        ``(init, step)``.
+
+    Raises:
+        TypeError: a loss that is no function.
+        ValueError: ``accumulate`` that is no int of at least 1. By ``init``: a seed, base or state
+            as :func:`~mapfn.init` and :func:`~mapfn.init_state` refuse. By ``step``: a batch that
+            cannot be cut.
+
+    >>> from mapfn import make_spec
+    >>> target = nn.Linear(3, 1)
+    >>> spec = make_spec(target, latent_dim=2)
+    >>> init, step = make_step(spec, target, nn.functional.mse_loss, optim.adam(0.05))
+    >>> state, info = step(init(seed=0), (torch.ones(4, 3), torch.ones(4, 1)))
+    >>> int(state.step), info.loss.shape
+    (1, torch.Size([]))
+    """
+    if type(accumulate) is not int or accumulate < 1:
+        fix = "pass the number of parts of a batch"
+        got = repr(accumulate)
+        where = "make_step(accumulate=)"
+        raise ValueError(message(where, expected="an int >= 1", got=got, fix=fix))
+    loss = loss_fn if isinstance(loss_fn, mapping_loss) else mapping_loss(loss_fn)
+    plan = _Plan(spec, target, loss, optimizer, accumulate, autocast, unpack)
+
+    def first(
+        seed: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        tensors: Any = None,
+        target_state: State | None = None,
+    ) -> TrainState:
+        """Make the state before the first step.
+
+        Args:
+            seed: any int; all of latents, map, noise and probes follow from it.
+            device: where the tensors go; by default where the target's own are.
+            tensors: what holds the base, where the target is a function.
+            target_state: the target's state, for a target on ``meta`` or one already run.
+        """
+        own = target if isinstance(target, nn.Module) else tensors
+        device = _device(own) if device is None else device
+        values = init_state(target) if target_state is None else target_state
+        return _first_state(plan, init(spec, seed, own, device), values, seed)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """Take one step; pure."""
+        return _step(plan, state, batch)
+
+    return Training(first, step)
+
+
+def _device(own: Any) -> torch.device | None:
+    held = () if own is None else tensors_by_name(own).values()
+    return next((tensor.device for tensor in held if not tensor.is_meta), None)
+
+
+def _first_state(plan: _Plan, made: tuple[Any, Any], values: State, seed: int) -> TrainState:
+    latents, buffers = made
+    key = seeds.key(seeds.derive(seed, "train"))
+    device = next((latent.device for latent in latents.values()), key.device)
+    coefficients = losses.coefficients(plan.loss)
+    needed = {"smoothness", "alignment"} & set(plan.loss.terms)
+    state = TrainState(
+        latents=latents,
+        coefficients=coefficients,
+        buffers=buffers,
+        moments=moments(plan.spec, buffers) if needed else {},
+        target_state=values,
+        optimizer_state=plan.optimizer.init((latents, coefficients)),
+        key=key,
+        step=torch.zeros((), dtype=torch.int64),
+    )
+    moved: TrainState = trees.map_tensors(lambda tensor: tensor.to(device), state)
+    return moved
+
+
+def _step(plan: _Plan, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+    trained, draw = (state.latents, state.coefficients), draw_step(plan.spec, plan.loss, state)
+    target_state, found = state.target_state, []
+    for part in _parts(batch, plan.accumulate):
+
+        def objective(trained: Any, own: State = target_state, part: Any = part) -> Any:
+            return _objective(plan, state._replace(target_state=own), trained, draw, part)
+
+        run = torch.func.grad_and_value(objective, has_aux=True)
+        gradients, (loss, (aux, target_state)) = run(trained)
+        found.append((gradients, loss, aux))
+    gradients, loss, aux = found[0] if len(found) == 1 else trees.map_tensors(_mean, *found)
+    updates, optimizer_state = plan.optimizer.update(gradients, state.optimizer_state, trained)
+    latents, coefficients = optim.apply_updates(trained, updates)
+    size = optim.global_norm(trained)
+    info = StepInfo(
+        loss=loss,
+        aux=aux,
+        gradient_norm=optim.global_norm(gradients),
+        latent_norm=optim.global_norm(state.latents),
+        update_ratio=optim.global_norm(updates) / size.clamp(min=torch.finfo(size.dtype).tiny),
+    )
+    after = state._replace(
+        latents=latents,
+        coefficients=coefficients,
+        target_state=target_state,
+        optimizer_state=optimizer_state,
+        step=state.step + 1,
+    )
+    return after, info
+
+
+def _mean(*parts: Tensor) -> Tensor:
+    return torch.stack(parts).mean(0)
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    """Cut every tensor of a batch along its first dimension, into equal parts."""
+    if count == 1:
+        return [batch]
+    sizes = {tensor.shape[0] for tensor in trees.tensors(batch) if tensor.dim()}
+    if any(size % count for size in sizes) and not torch.compiler.is_compiling():
+        expected, fix = f"a batch that can be cut into {count}", "drop the last, smaller batch"
+        got = f"{sorted(sizes)} samples"
+        raise ValueError(message("step(batch)", expected=expected, got=got, fix=fix))
+
+    def part(index: int) -> Any:
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return value
+            size = value.shape[0] // count
+            return value[index * size : (index + 1) * size]
+
+        return trees.map_tensors(cut, batch)
+
+    return [part(index) for index in range(count)]
+
+
+def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: Any) -> Any:
+    """Return the loss, and beside it its named parts and the target's new state."""
+    (latents, coefficients), loss = trained, plan.loss
+    args, kwargs, targets = plan.unpack(batch)
+
+    def run(point: Latents) -> tuple[Any, State]:
+        params = generate(plan.spec, point, state.buffers)
+        return apply(plan.target, params, state.target_state, *args, **kwargs)
+
+    with torch.autocast(state.key.device.type, plan.autocast, enabled=plan.autocast is not None):
+        outputs, target_state = run(latents)
+        task, aux = _task(loss.task(outputs, targets))
+        terms: dict[str, Tensor] = {}
+        if "stability" in loss.terms:
+            noisy = {name: z + loss.noise * draw.noise[name] for name, z in latents.items()}
+            terms["stability"] = losses.stability(outputs, run(noisy)[0])
+        where = plan.spec, latents, state.buffers, state.moments
+        if "smoothness" in loss.terms:
+            terms["smoothness"] = losses.smoothness(*where, draw.probes)
+        if "alignment" in loss.terms:
+            terms["alignment"] = losses.alignment(*where)
+    if terms:
+        aux = {"task": task} | terms | losses.weights(coefficients) | aux
+        task = task + losses.weigh(loss, terms, coefficients)
+    return task, (aux, target_state)
+
+
+def _task(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    if isinstance(returned, tuple):
+        value, aux = returned
+        return value, dict(aux)
+    return returned, {}
