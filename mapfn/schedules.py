@@ -50,7 +50,8 @@ def one_cycle(
         end_divisor: first rate over the last.
 
     Raises:
-        ValueError: a peak that is not positive, fewer than 2 steps, a warmup outside 0 to 1.
+        ValueError: a peak or divisor that is not positive, fewer than 2 steps, a warmup that leaves
+            no step on one side of the peak.
 
     >>> rates = one_cycle(1.0, 100).factor(torch.tensor([0, 29, 99]))
     >>> [round(float(rate), 4) for rate in rates]
@@ -58,6 +59,8 @@ def one_cycle(
     """
     check_number("one_cycle(peak)", peak)
     _check_steps("one_cycle(num_steps)", num_steps)
+    check_number("one_cycle(start_divisor=)", start_divisor)
+    check_number("one_cycle(end_divisor=)", end_divisor)
     top = warmup * num_steps - 1
     if not 0 < top < num_steps - 1:
         fix, where = "pass 0.3, say, or more steps", "one_cycle(warmup=)"

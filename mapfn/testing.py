@@ -93,8 +93,10 @@ def _compiled_calls(trial: _Trial, backend: Any, versions: list[Any]) -> list[_O
     graphs: list[Any] = []
 
     def counting(graph: Any, inputs: Any, **options: Any) -> Any:
+        made = compiler(graph, inputs, **options)
+        # Only now: AOTAutograd may ask for one restart, to take a float64 scalar for a tensor.
         graphs.append(graph)
-        return compiler(graph, inputs, **options)
+        return made
 
     compiled = torch.compile(trial.fn, backend=counting, fullgraph=True, dynamic=False)
     outcomes = [_compiled_call(trial, compiled, _numbered(version, 0)) for version in versions]
