@@ -106,10 +106,11 @@ def make_step(
         ``(init, step)``.
 
     Raises:
-        TypeError: a loss that is no function.
-        ValueError: ``accumulate`` that is no int of at least 1. By ``init``: a seed, base or state
-            as :func:`~mapfn.init` and :func:`~mapfn.init_state` refuse. By ``step``: a batch that
-            cannot be cut.
+        TypeError: a loss that is no function, an optimizer that is no such pair.
+        ValueError: ``accumulate`` that is no int of at least 1, ``autocast`` that is no floating
+            dtype. By ``init``: a seed, base or state as :func:`~mapfn.init` and
+            :func:`~mapfn.init_state` refuse. By ``step``: a batch that cannot be cut, a loss that
+            is no scalar.
 
     >>> from mapfn import make_spec
     >>> target = nn.Linear(3, 1)
@@ -119,11 +120,7 @@ def make_step(
     >>> int(state.step), info.loss.shape
     (1, torch.Size([]))
     """
-    if type(accumulate) is not int or accumulate < 1:
-        fix = "pass the number of parts of a batch"
-        got = repr(accumulate)
-        where = "make_step(accumulate=)"
-        raise ValueError(message(where, expected="an int >= 1", got=got, fix=fix))
+    _check_options(optimizer, accumulate, autocast)
     loss = loss_fn if isinstance(loss_fn, mapping_loss) else mapping_loss(loss_fn)
     plan = _Plan(spec, target, loss, optimizer, accumulate, autocast, unpack)
 
@@ -152,6 +149,22 @@ def make_step(
         return _step(plan, state, batch)
 
     return Training(first, step)
+
+
+def _check_options(optimizer: Any, accumulate: Any, autocast: Any) -> None:
+    if not callable(getattr(optimizer, "init", None)):
+        expected, fix = "a pair of init and update", "pass mapfn.optim.adam(0.05), say"
+        fix += "; a torch.optim optimizer takes the latents in a loop of yours"
+        got, where = type(optimizer).__name__, "make_step(optimizer)"
+        raise TypeError(message(where, expected=expected, got=got, fix=fix))
+    if type(accumulate) is not int or accumulate < 1:
+        got, fix = repr(accumulate), "pass the number of parts of a batch"
+        raise ValueError(
+            message("make_step(accumulate=)", expected="an int >= 1", got=got, fix=fix)
+        )
+    if autocast is not None and not getattr(autocast, "is_floating_point", False):
+        got, fix = repr(autocast), "pass torch.bfloat16, or None for no autocast"
+        raise ValueError(message("make_step(autocast=)", expected="a dtype", got=got, fix=fix))
 
 
 def _device(own: Any) -> torch.device | None:
@@ -240,19 +253,14 @@ def _parts(batch: Any, count: int) -> list[Any]:
 def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: Any) -> Any:
     """Return the loss, and beside it its named parts and the target's new state."""
     (latents, coefficients), loss = trained, plan.loss
-    args, kwargs, targets = plan.unpack(batch)
-
-    def run(point: Latents) -> tuple[Any, State]:
-        params = generate(plan.spec, point, state.buffers)
-        return apply(plan.target, params, state.target_state, *args, **kwargs)
-
+    *inputs, targets = plan.unpack(batch)
     with torch.autocast(state.key.device.type, plan.autocast, enabled=plan.autocast is not None):
-        outputs, target_state = run(latents)
+        outputs, target_state = _run(plan, state, latents, inputs)
         task, aux = _task(loss.task(outputs, targets))
         terms: dict[str, Tensor] = {}
         if "stability" in loss.terms:
             noisy = {name: z + loss.noise * draw.noise[name] for name, z in latents.items()}
-            terms["stability"] = losses.stability(outputs, run(noisy)[0])
+            terms["stability"] = losses.stability(outputs, _run(plan, state, noisy, inputs)[0])
         where = plan.spec, latents, state.buffers, state.moments
         if "smoothness" in loss.terms:
             terms["smoothness"] = losses.smoothness(*where, draw.probes)
@@ -264,8 +272,15 @@ def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: 
     return task, (aux, target_state)
 
 
+def _run(plan: _Plan, state: TrainState, latents: Latents, inputs: Any) -> tuple[Any, State]:
+    (args, kwargs), params = inputs, generate(plan.spec, latents, state.buffers)
+    return apply(plan.target, params, state.target_state, *args, **kwargs)
+
+
 def _task(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    if isinstance(returned, tuple):
-        value, aux = returned
-        return value, dict(aux)
-    return returned, {}
+    value, aux = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(value, Tensor) or value.dim():
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        expected, fix = "a scalar tensor, or one and a dict", "take its mean over the batch"
+        raise ValueError(message("step: loss_fn", expected=expected, got=got, fix=fix))
+    return value, dict(aux)

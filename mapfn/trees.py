@@ -104,7 +104,10 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     >>> len(list(tensors({"a": torch.ones(1), "b": [2, torch.zeros(1)]})))
     2
     """
-    for leaf in optree.tree_leaves(tree):
+    leaves: list[Any] = []
+    # Dynamo cannot trace optree.tree_leaves over an empty dict (optree 0.20), but it can tree_map.
+    optree.tree_map(leaves.append, tree)
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
