@@ -21,6 +21,9 @@ from mapfn.types import TrainState
 _SMOOTHING = 0.9
 # A smoothed loss of so many times the least ends the test: it has diverged.
 _DIVERGED = 4.0
+# Before so many steps the average says more of single batches than of the rate: an easy batch
+# followed by a hard one is no divergence, and the other way about no fast descent.
+_MEMORY = round(1 / (1 - _SMOOTHING))
 
 
 class RateCurve(NamedTuple):
@@ -137,7 +140,8 @@ def _smooth(losses: Iterable[float]) -> list[float]:
     for index, loss in enumerate(losses, start=1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
         value = average / (1 - _SMOOTHING**index)
-        if not math.isfinite(value) or value > _DIVERGED * min(smoothed, default=value):
+        diverged = index > _MEMORY and value > _DIVERGED * min(smoothed)
+        if diverged or not math.isfinite(value):
             break
         smoothed.append(value)
     return smoothed
@@ -145,5 +149,6 @@ def _smooth(losses: Iterable[float]) -> list[float]:
 
 def _steepest(rates: list[float], losses: list[float]) -> float:
     """Return the rate at which the loss falls fastest over the logarithm of the rate."""
-    (slope,) = torch.gradient(torch.tensor(losses, dtype=torch.float64))
-    return rates[int(slope.argmin())]
+    begin = min(_MEMORY, len(losses) - 3)
+    (slope,) = torch.gradient(torch.tensor(losses[begin:], dtype=torch.float64))
+    return rates[begin + int(slope.argmin())]

@@ -310,7 +310,8 @@ def test_trained_coefficients_are_trained_beside_the_latents():
     state, infos = run(training(loss, optimizer=optim.adam(0.1)), regression(), steps=20)
     assert set(state.coefficients) == {"alignment"}
     weights = [float(info.aux["alignment_weight"]) for info in infos]
-    assert weights == sorted(weights) and weights[-1] > 2 * weights[0]
+    assert weights == sorted(weights)
+    assert weights[-1] > 2 * weights[0]
 
 
 def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path):
