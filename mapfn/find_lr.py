@@ -23,7 +23,7 @@ _SMOOTHING = 0.9
 _DIVERGED = 4.0
 # Before so many steps the average says more of single batches than of the rate: an easy batch
 # followed by a hard one is no divergence, and the other way about no fast descent.
-_MEMORY = round(1 / (1 - _SMOOTHING))
+_MEMORY = 10
 
 
 class RateCurve(NamedTuple):

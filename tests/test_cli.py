@@ -70,6 +70,7 @@ def last_json(done):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_demo_reaches_its_bar(run):
     done = run("demo", "--json")
     assert done.returncode == 0, done.stderr
@@ -100,11 +101,11 @@ def test_summary(run):
     assert data["total"]["generated"] == 83
 
 
-def test_check_passes_and_fails_by_exit_code(run):
+def test_check_passes_and_fails_by_exit_code(run, run_here):
     good = run("check", "nets:build", "--inputs", "nets:batch", "--json")
     assert good.returncode == 0, good.stdout + good.stderr
     assert last_json(good)["ok"] is True
-    bad = run("check", "nets:Unused", "--input-shape", "2,4")
+    bad = run_here("check", "nets:Unused", "--input-shape", "2,4")
     assert bad.returncode == 1
     assert "unused" in bad.stdout
 
@@ -145,11 +146,11 @@ def test_wrong_usage_has_exit_code_2(run_here, arguments):
     assert run_here(*arguments).returncode == 2
 
 
-def test_help_and_version(run):
-    assert "Example: mapfn demo --latent-dim 256" in run("demo", "--help").stdout
+def test_help_and_version(run_here):
+    assert "Example: mapfn demo --latent-dim 256" in run_here("demo", "--help").stdout
     for command in ("demo", "summary", "check"):
-        assert command in run("--help").stdout
-    assert run("--version").stdout == "mapfn 0.1.0\n"
+        assert command in run_here("--help").stdout
+    assert run_here("--version").stdout == "mapfn 0.1.0\n"
 
 
 @pytest.mark.parametrize(

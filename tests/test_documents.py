@@ -1,5 +1,6 @@
 """Every code block of the README and the docs: Python runs, commands exist."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -104,8 +105,13 @@ each_document = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @each_document
-def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    path: Path, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The graphs are the same, without half a minute of C++ compiler in the default run.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     # A real module, so that what a block defines can be pickled.
     module = types.ModuleType(f"document_{path.stem}")
     module.__file__ = str(path)

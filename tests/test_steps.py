@@ -93,8 +93,16 @@ def test_a_step_changes_nothing_that_it_was_given():
     assert_same(after.buffers, state.buffers)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("weights", [{}, FULL], ids=["task", "full"])
+@pytest.mark.parametrize(
+    ("weights", "accumulate"),
+    [
+        (FULL, 2),
+        pytest.param(FULL, 1, marks=pytest.mark.slow),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({}, 2, marks=pytest.mark.slow),
+    ],
+    ids=["full-2", "full-1", "task-1", "task-2"],
+)
 def test_one_graph_and_no_recompilation_in_50_steps(weights, accumulate):
     loss = mapping_loss(nn.functional.cross_entropy, **weights)
     init, step = training(
@@ -117,7 +125,13 @@ def test_one_graph_and_no_recompilation_in_50_steps(weights, accumulate):
     assert info.loss < first.loss
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("residual", "tree") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ZOO
+    ],
+)
 def test_a_step_of_every_target_is_one_graph_equal_to_eager(name):
     tree, target = ZOO[name].built()
     spec = mapfn.make_spec(tree, strategy="slvt", latent_dim=4)
@@ -337,7 +351,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path):
     assert_same(state, whole)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_mixed_precision(compiled):
     """T11: finite, near to float32, and everything kept stays in float32."""
     loss = mapping_loss(nn.functional.mse_loss, **FULL)
