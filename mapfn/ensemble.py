@@ -59,7 +59,8 @@ def make_ensemble(
 
     Raises:
         ValueError: an unknown method or randomness; ``"same"`` in a loop. By ``init``: no seeds,
-            or another number of learning rates.
+            or another number of learning rates. By ``step``: a batch that is not there for each
+            member where ``shared_data`` is false.
         RuntimeError: by ``step``: a target that draws random numbers where randomness is
             ``"error"``.
 
@@ -87,6 +88,8 @@ def make_ensemble(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Take one step with every member."""
+        if not shared_data and not torch.compiler.is_compiling():
+            _check_own_data(batch, len(state.step))
         if method == "vmap":
             dims = member_dims(state), None if shared_data else 0
             batched = torch.vmap(one, dims, randomness=randomness, chunk_size=chunk_size)
@@ -110,6 +113,17 @@ def _check_options(method: str, randomness: str) -> None:
         fix, where = 'pass method="vmap", or randomness="different"', "make_ensemble(randomness=)"
         got = "'same' in a loop, which draws for each member in turn"
         raise ValueError(message(where, expected="'different'", got=got, fix=fix))
+
+
+def _check_own_data(batch: Any, count: int) -> None:
+    shapes = [list(tensor.shape) for tensor in trees.tensors(batch)]
+    if any(shape[:1] != [count] for shape in shapes):
+        expected, got = f"tensors [{count}, batch, ...], one batch a member", f"shapes {shapes}"
+        fix = (
+            "stack the members' batches, batches(data, size, seed=seeds) does; or shared_data=True"
+        )
+        where = "make_ensemble.step(batch)"
+        raise ValueError(message(where, expected=expected, got=got, fix=fix))
 
 
 def _first_members(
