@@ -97,6 +97,7 @@ def check(spec: Spec, target: Any, /, *args: Any, **kwargs: Any) -> Report:
 
     Raises:
         ValueError: a target that is not the spec's, or latents that are not finite.
+        RuntimeError: a target that checkpoints activations inside, as :func:`~mapfn.apply`.
         Exception: the target's own, where it does not take the inputs.
 
     >>> from mapfn import make_spec

@@ -46,7 +46,6 @@ KNOWN: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     ("fullgraph", "Data-dependent branching", "", "", "use torch.where or torch.cond"),
     ("vmap", "data-dependent control flow", "", "", f"use torch.where, or {_LOOP}"),
-    ("grad", "saved tensor hooks", "", "", "use loss.backward(), or drop the checkpointing"),
     ("grad", "mutate a captured Tensor", "", "", "register that tensor as a buffer"),
     ("vmap", "", "", "", _LOOP),
     ("change", "", "WeightNorm", _OLD, "use torch.nn.utils.parametrizations.weight_norm"),
@@ -114,8 +113,8 @@ def _verdict(column: str, probe: Callable[[Case], None], case: Case) -> Verdict:
 def explain(column: str, layer: Any, text: str) -> Verdict:
     """Look a refusal up in the table of known ones.
 
-    >>> explain("grad", torch.nn.Linear(1, 1), "no saved tensor hooks").way_round
-    'use loss.backward(), or drop the checkpointing'
+    >>> explain("fullgraph", torch.nn.Linear(1, 1), "Data-dependent branching").way_round
+    'use torch.where or torch.cond'
     """
     kinds = _kinds(layer)
     first = text.strip().splitlines()[0]

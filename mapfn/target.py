@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from mapfn import trees, validation
+from mapfn import recomputation, trees, validation
 from mapfn.errors import listing, message
 from mapfn.layout import named_tensors, unwrap
 from mapfn.types import State
@@ -91,6 +91,7 @@ def apply(
     Raises:
         TypeError: params or state that are no dicts of tensors.
         ValueError: a missing, extra or misspelt name, or a shape that is not exactly the leaf's.
+        RuntimeError: a module that checkpoints activations inside, in eager mode.
 
     >>> import torch
     >>> layer = nn.Linear(3, 2)
@@ -131,6 +132,7 @@ def call(
     Raises:
         TypeError: a target that is not a module.
         ValueError: as :func:`apply`.
+        RuntimeError: as :func:`apply`.
 
     >>> import torch
     >>> layer = nn.Dropout(0.5)
@@ -142,8 +144,14 @@ def call(
     tensors = _lent(_own_tensors(module, "_parameters"), "params", params)
     tensors |= {name: tensor.clone() for name, tensor in _lent(own, "state", state).items()}
     function = module if method == "forward" else attrgetter(method)(module)
-    with _mode(module, training), _restored(module), _reparametrize_module(module, tensors):
+    with (
+        recomputation.refused_while_running(),
+        _mode(module, training),
+        _restored(module),
+        _reparametrize_module(module, tensors),
+    ):
         outputs = function(*args, **(kwargs or {}))
+    recomputation.refuse_reentrant(outputs, tensors, (args, kwargs))
     return outputs, {plain: tensors[names[0]] for plain, (names, _) in own.items()}
 
 

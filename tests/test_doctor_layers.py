@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mapfn import apply, init_state, make_spec
 from mapfn.doctor import Report, check
@@ -166,22 +165,6 @@ def test_a_branch_on_data_is_refused_with_a_reason():
     assert "data-dependent control flow" in verdicts["vmap"].reason
     assert verdicts["vmap"].way_round.startswith("use torch.where")
     assert row(report, "fc").verdicts["fullgraph"].ok
-
-
-class Checkpointed(Net):
-    def forward(self, x):
-        return checkpoint(lambda y: self.fc(y).tanh() ** 2, x, use_reentrant=False)
-
-
-def test_checkpointing_that_spoils_gradients_is_caught():
-    report = examined(Checkpointed())
-    assert "parity: gradients" in wrong(report)
-    assert finding(report, "parity: outputs").ok
-    verdict = row(report, "(whole)").verdicts["grad"]
-    assert (verdict.ok, verdict.way_round) == (
-        False,
-        "use loss.backward(), or drop the checkpointing",
-    )
 
 
 def test_attention_reads_a_child_that_is_never_called():

@@ -31,6 +31,7 @@ FLOORS = {
     "spec": 4.5,
     "validation": 4.7,
     "raw": 4.7,
+    "recomputation": 4.7,
     "serialization": 4.7,
     "parts": 2,
     "support": 7.5,

@@ -1,0 +1,75 @@
+"""Activation checkpointing inside a target: refused, for it would give wrong gradients.
+
+A checkpointed block runs its forward pass again in the backward pass, when the module has its own
+weights back: the gradients would be those of other weights, without a word. In a compiled graph
+the weights are the graph's, and checkpointing is right.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mapfn import trees
+from mapfn.errors import message
+
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def _refusal(got: str) -> str:
+    fix = "checkpoint generate and apply together instead, or compile the step; for a HuggingFace"
+    fix += " model call gradient_checkpointing_disable()"
+    expected = "a target that keeps its activations"
+    return message("apply(target)", expected=expected, got=got, fix=fix)
+
+
+@contextmanager
+def refused_while_running() -> Iterator[None]:
+    """Refuse saved tensor hooks, by which checkpointing works, while a target runs.
+
+    Where the caller has hooks of their own around the call, nothing is refused: torch cannot tell
+    theirs from the target's.
+    """
+    if torch.compiler.is_compiling() or _hooked():
+        yield
+        return
+    text = _refusal("saved tensor hooks inside it, activation checkpointing perhaps")
+    with torch.autograd.graph.disable_saved_tensors_hooks(text):
+        yield
+
+
+def _hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def refuse_reentrant(outputs: Any, lent: Mapping[str, Tensor], inputs: Any) -> None:
+    """Look for the older, reentrant checkpointing, which uses no hooks, in the outputs' graph.
+
+    Args:
+        outputs: of the target.
+        lent: params and state that it ran with; the graph is not followed beyond them.
+        inputs: nor beyond these.
+
+    Raises:
+        RuntimeError: a checkpointed block.
+    """
+    if torch.compiler.is_compiling():
+        return
+    known = {id(tensor.grad_fn) for tensor in (*lent.values(), *trees.tensors(inputs))}
+    if any(node.name() == _REENTRANT for node in _nodes(trees.outputs(outputs), known)):
+        raise RuntimeError(_refusal("reentrant activation checkpointing inside it"))
+
+
+def _nodes(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Any]:
+    """Yield the nodes of a graph, those seen already left out."""
+    waiting = [tensor.grad_fn for tensor in tensors]
+    kept = []  # An id stays that of one node only as long as the node lives.
+    while waiting:
+        node = waiting.pop()
+        if node is not None and id(node) not in seen:
+            seen.add(id(node))
+            kept.append(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
