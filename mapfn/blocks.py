@@ -24,6 +24,9 @@ from mapfn.types import Scales
 # Signs are read from runs of eight words: a run's bytes in turn, top bits first, then the next.
 _RUN = 512
 _RUN_WORDS = 8
+# The lowest bit of each byte of a word; what makes it the byte of -1 once that bit is set again.
+LOWEST_BITS = 0x0101_0101_0101_0101
+SET_BYTE = 0xFE
 # Index of the first word of each stream of one key: row signs, own column signs, shared ones.
 _STREAMS = (0, 1 << 40, 1 << 41)
 # The largest a: the work a weight.
@@ -105,14 +108,16 @@ def draw_units(blocks: Blocks, key: Tensor, first: int, last: int) -> Draw:
 
 
 def read_signs(words: Tensor) -> Tensor:
-    """Return the signs in some runs of words, ``int8 [runs, 512]``."""
-    packed = words.view(torch.int8).view(-1, 1, _RUN // 8)
-    return (((packed << bit_shifts(words)) >> 7) | 1).flatten(1)
+    """Return the signs in some runs of words, ``int8 [runs, 512]``: a set bit is -1."""
+    # Eight signs an operation. The cast of the result, not of the words, also makes a compiled
+    # graph store the signs, where it would otherwise find each one anew by division.
+    runs = words.view(-1, 1, _RUN_WORDS) >> bit_shifts(words)
+    return ((runs & LOWEST_BITS) * SET_BYTE | LOWEST_BITS).view(torch.int8).flatten(1)
 
 
 def bit_shifts(like: Tensor) -> Tensor:
-    """Left shifts that bring each bit of a byte to the top, ``int8 [8, 1]``."""
-    return torch.arange(8, dtype=torch.int8, device=like.device).view(8, 1)
+    """Right shifts that bring each bit of every byte to its bottom, top bit first, ``[8, 1]``."""
+    return torch.arange(7, -1, -1, device=like.device).view(8, 1)
 
 
 def laid_out(blocks: Blocks, latent: Tensor) -> Tensor:

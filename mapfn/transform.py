@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mapfn.blocks import (
+    LOWEST_BITS,
+    SET_BYTE,
     Blocks,
     Draw,
     bit_shifts,
@@ -153,20 +155,21 @@ def _tiles(blocks: Blocks, like: Tensor) -> Callable[[Draw], Iterator[_Tile]]:
     """Return what takes the draws apart, in turn, into tiles."""
     made, stretches = blocks.inside, _stretches(blocks)
     size, (begin, end) = _tile_units(blocks), blocks.units
-    units, run_bytes = min(size, end - begin), blocks.unit // blocks.factors[0] // 8
+    units = min(size, end - begin)
     x, y = like.new_empty(2, units, made.stop - made.start, *blocks.factors)
-    bits = torch.empty(units, blocks.factors[0], 8, run_bytes, dtype=torch.int8, device=like.device)
+    b, run_words = blocks.factors[0], blocks.unit // blocks.factors[0] // 64
+    bits = torch.empty(units, b, 8, run_words, dtype=torch.int64, device=like.device)
     shifts = bit_shifts(like)
 
     def tiles(draw: Draw) -> Iterator[_Tile]:
         for first in range(0, len(draw.words), size):
             # What read_signs does, in scratch that stays in cache.
-            packed = draw.words[first : first + size].view(torch.int8)
-            count = len(packed)
+            words = draw.words[first : first + size]
+            count = len(words)
             out = bits[:count]
-            torch.bitwise_left_shift(packed.view(count, -1, 1, run_bytes), shifts, out=out)
-            out.bitwise_right_shift_(7).bitwise_or_(1)
-            signs = out.view(count, -1, blocks.order)[:, made]
+            torch.bitwise_right_shift(words.view(*out.shape[:2], 1, -1), shifts, out=out)
+            out.bitwise_and_(LOWEST_BITS).mul_(SET_BYTE).bitwise_or_(LOWEST_BITS)
+            signs = out.view(torch.int8).view(count, -1, blocks.order)[:, made]
             yield _Tile(slice(first, first + count), signs, x[:count], y[:count], next(stretches))
 
     return tiles
