@@ -99,10 +99,13 @@ def _plain(blocks: Blocks, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor
     matrix, a = small_matrix(blocks, latent), blocks.factors[1]
     draw = draw_units(blocks, key, first, last)
     columns = shared_columns(blocks, draw, laid_out(blocks, latent), matrix)
-    mixed = (columns * draw.own) @ matrix[:a, :a]
-    signs = read_signs(draw.words).view(last - first, -1, order)[:, made]
-    flat = mixed.reshape(-1) * signs.reshape(-1) + shift
+    # From here on it is work by the weight: only the blocks that hold wanted rows.
     offset = first * blocks.unit + made.start * order
+    wanted = slice((blocks.start - offset) // order, -(-(blocks.stop - offset) // order))
+    mixed = (columns * draw.own).flatten(0, 1)[wanted] @ matrix[:a, :a]
+    signs = read_signs(draw.words).view(last - first, -1, order)[:, made].flatten(0, 1)[wanted]
+    flat = mixed.reshape(-1) * signs.reshape(-1) + shift
+    offset += wanted.start * order
     return flat[blocks.start - offset : blocks.stop - offset]
 
 
