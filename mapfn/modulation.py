@@ -5,12 +5,15 @@ with to give the modulated one's numbers. The modulated matrix is never built: t
 arXiv 2602.19134, ``(W' + alpha 1 z'^T) z'``, is one dot product.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mapfn import seeds, transform
+from mapfn.errors import message
 from mapfn.types import Drive, MapBuffers
 
 
@@ -18,6 +21,14 @@ def plain(latent: Tensor) -> Drive:
     """Drive a map without any modulation."""
     key = torch.zeros((), dtype=torch.int64, device=latent.device)
     return Drive(latent, latent.new_zeros(()), latent.new_zeros(0), key)
+
+
+def _check_numbers(part: Any, *values: Any) -> None:
+    """Refuse, by name of the class, values that are no finite numbers."""
+    wrong = [v for v in values if type(v) not in (int, float) or not math.isfinite(v)]
+    if wrong:
+        where, fix = type(part).__name__, "pass a strength like 0.01"
+        raise ValueError(message(where, expected="finite numbers", got=repr(wrong[0]), fix=fix))
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,10 @@ class additive:
 
     alpha: float = 0.01
     """Strength; at ``z ~ N(0, 1)`` every number moves by about ``alpha``."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no finite number."""
+        _check_numbers(self, self.alpha)
 
     def init(self, seed: int, latent_dim: int, num_numbers: int) -> MapBuffers:
         """Nothing is fixed."""
@@ -53,6 +68,10 @@ class affine:
     """Strength of the gain on each latent coordinate."""
     shift: float = 0.01
     """Strength of the additive term."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no finite number."""
+        _check_numbers(self, self.scale, self.shift)
 
     def init(self, seed: int, latent_dim: int, num_numbers: int) -> MapBuffers:
         """Nothing is fixed."""
@@ -80,7 +99,8 @@ class modulate_low_rank:
     """Strength of the term."""
 
     def __post_init__(self) -> None:
-        """Refuse a rank that is no positive int."""
+        """Refuse a rank that is no positive int, a strength that is no finite number."""
+        _check_numbers(self, self.alpha)
         if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"modulate_low_rank(rank=): expected an int >= 1, got {self.rank!r}")
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from mapfn import integrity
 from mapfn.decoders import full
 from mapfn.errors import listing, message
 from mapfn.groups import Group
@@ -22,6 +23,8 @@ from mapfn.spec import Spec
 
 SCHEMA = 1
 
+# What plain Python raises where a value is of another kind than it should be.
+_BROKEN = (KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError)
 _PARTS = ("mapper", "modulation", "decoder")
 _MAPPERS = (hadamard, orthogonal, hashed, mlp, residual_mlp, identity, frozen)
 _OWN = (*_MAPPERS, additive, affine, modulate_low_rank, full)
@@ -59,13 +62,14 @@ def spec_from_json(text: str, mappers: Sequence[type] = ()) -> Spec:
             decoders, NamedTuples of the target. A file can name no other.
 
     Raises:
-        ValueError: no JSON, another schema, or a class that was not passed.
+        ValueError: no JSON, another schema, a class that was not passed, or data that do not fit
+            together.
     """
     fix = "pass what spec_to_json returned"
     try:
         data = json.loads(text)
         schema = data["schema"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"{type(error).__name__}: {error}"
         raise ValueError(message("spec", expected="a spec's JSON", got=got, fix=fix)) from error
     if schema != SCHEMA:
@@ -73,8 +77,8 @@ def spec_from_json(text: str, mappers: Sequence[type] = ()) -> Spec:
         raise ValueError(message("spec", expected=f"schema {SCHEMA}", got=got, fix=fix))
     classes = {_class_name(cls): cls for cls in (*_OWN, *mappers)}
     try:
-        return _spec(data, classes)
-    except (KeyError, TypeError, AttributeError) as error:
+        return integrity.check_spec(_spec(data, classes))
+    except _BROKEN as error:
         got = f"{type(error).__name__}: {error}"
         raise ValueError(message("spec", expected="a whole spec", got=got, fix=fix)) from error
 
@@ -99,7 +103,7 @@ def _class(name: str, classes: dict[str, type]) -> type:
 
 
 def _leaf(row: dict[str, Any]) -> Leaf:
-    tuples = {"shape": tuple(row["shape"]), "aliases": tuple(row["aliases"])}
+    tuples = {name: _tuple(row[name]) for name in ("shape", "aliases")}
     return Leaf(**(row | tuples | {"initial": Initial(*row["initial"])}))
 
 
@@ -113,8 +117,8 @@ def _group_to_data(group: Group) -> dict[str, Any]:
 
 def _group(row: dict[str, Any], leaves: dict[str, Leaf], classes: dict[str, type]) -> Group:
     parts = {name: _part(row[name], classes) for name in _PARTS}
-    tuples = {name: tuple(row[name]) for name in ("scales", "bases")}
-    own = tuple(leaves[name] for name in row["leaves"])
+    tuples = {name: _tuple(row[name]) for name in ("scales", "bases")}
+    own = tuple(leaves[name] for name in _tuple(row["leaves"]))
     return Group(**(row | parts | tuples | {"leaves": own}))
 
 
@@ -136,6 +140,13 @@ def _part(data: dict[str, Any] | None, classes: dict[str, type]) -> Any:
     return _class(data["type"], classes)(**fields)
 
 
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """Turn a list into a tuple; a string, say, has elements too, but is none."""
+    if isinstance(value, list):
+        return tuple(value)
+    raise TypeError(f"expected a list, got {value!r}")
+
+
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
@@ -154,4 +165,4 @@ def _structure_from_data(data: Any, classes: dict[str, type]) -> Any:
         return None if data is None else tuple(data)
     kind, keys, parts = data
     kind = _class(kind["namedtuple"], classes) if isinstance(kind, dict) else kind
-    return (kind, tuple(keys), tuple(_structure_from_data(part, classes) for part in parts))
+    return (kind, _tuple(keys), tuple(_structure_from_data(part, classes) for part in parts))

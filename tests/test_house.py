@@ -32,6 +32,7 @@ FLOORS = {
     "validation": 4.7,
     "raw": 4.7,
     "recomputation": 4.7,
+    "integrity": 4.6,
     "serialization": 4.7,
     "parts": 2,
     "support": 7.5,

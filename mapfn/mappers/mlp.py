@@ -30,9 +30,11 @@ class mlp:
 
     def __post_init__(self) -> None:
         """Refuse widths that are no positive ints; accept a list."""
-        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        if not self.hidden_dims or any(type(w) is not int or w < 1 for w in self.hidden_dims):
-            raise ValueError(f"mlp(hidden_dims=): expected ints >= 1, got {self.hidden_dims!r}")
+        given = self.hidden_dims
+        widths = tuple(given) if isinstance(given, list | tuple) else ()
+        if not widths or any(type(width) is not int or width < 1 for width in widths):
+            raise ValueError(f"mlp(hidden_dims=): expected a tuple of ints >= 1, got {given!r}")
+        object.__setattr__(self, "hidden_dims", widths)
 
     def init(self, seed: int, latent_dim: int, num_numbers: int) -> MapBuffers:
         """Keep the key of one layer, ``int64 []``."""
