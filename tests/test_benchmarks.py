@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent.parent / "examples" / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["core.py", "compile_cost.py"])
+@pytest.mark.parametrize("script", ["core.py", "compile_cost.py", "training.py"])
 def test_script_runs(script, tmp_path):
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, str(FOLDER / script), "--quick", "--json", str(rows)]
