@@ -29,10 +29,10 @@ def _refusal(got: str) -> str:
 def refused_while_running() -> Iterator[None]:
     """Refuse saved tensor hooks, by which checkpointing works, while a target runs.
 
-    Where the caller has hooks of their own around the call, nothing is refused: torch cannot tell
-    theirs from the target's.
+    Nothing is refused where nothing is differentiated, nor where the caller has hooks of their own
+    around the call: torch cannot tell theirs from the target's.
     """
-    if torch.compiler.is_compiling() or _hooked():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _hooked():
         yield
         return
     text = _refusal("saved tensor hooks inside it, activation checkpointing perhaps")

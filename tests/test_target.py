@@ -178,6 +178,7 @@ def test_tied_weights_get_one_tensor():
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, nn.DataParallel])
+@torch.no_grad()  # A child that checkpoints has no right gradients, and is refused.
 def test_wrapped_targets_run(wrap):
     inside, plain = network(), network()
     inside[2] = wrap(inside[2])
