@@ -25,8 +25,8 @@ from mapfn.types import Scales
 _RUN = 512
 _RUN_WORDS = 8
 # The lowest bit of each byte of a word; what makes it the byte of -1 once that bit is set again.
-LOWEST_BITS = 0x0101_0101_0101_0101
-SET_BYTE = 0xFE
+_LOWEST_BITS = 0x0101_0101_0101_0101
+_SET_BYTE = 0xFE
 # Index of the first word of each stream of one key: row signs, own column signs, shared ones.
 _STREAMS = (0, 1 << 40, 1 << 41)
 # The largest a: the work a weight.
@@ -107,17 +107,20 @@ def draw_units(blocks: Blocks, key: Tensor, first: int, last: int) -> Draw:
     )
 
 
-def read_signs(words: Tensor) -> Tensor:
-    """Return the signs in some runs of words, ``int8 [runs, 512]``: a set bit is -1."""
-    # Eight signs an operation. The cast of the result, not of the words, also makes a compiled
-    # graph store the signs, where it would otherwise find each one anew by division.
-    runs = words.view(-1, 1, _RUN_WORDS) >> bit_shifts(words)
-    return ((runs & LOWEST_BITS) * SET_BYTE | LOWEST_BITS).view(torch.int8).flatten(1)
+def read_signs(words: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the signs in some runs of words, ``int8 [runs, 512]``: a set bit is -1.
 
-
-def bit_shifts(like: Tensor) -> Tensor:
-    """Right shifts that bring each bit of every byte to its bottom, top bit first, ``[8, 1]``."""
-    return torch.arange(7, -1, -1, device=like.device).view(8, 1)
+    Args:
+        words: ``int64``, whole runs.
+        out: scratch to make the signs in, ``int64 [runs, 8, words a run]``.
+    """
+    # Each bit of every byte in turn, top bit first, eight signs an operation. The cast of the
+    # result, not of the words, also makes a compiled graph store the signs, where it would
+    # otherwise find each one anew by division.
+    shifts = torch.arange(7, -1, -1, device=words.device).view(8, 1)
+    bits = torch.bitwise_right_shift(words.view(-1, 1, _RUN_WORDS), shifts, out=out)
+    signs = bits.bitwise_and_(_LOWEST_BITS).mul_(_SET_BYTE).bitwise_or_(_LOWEST_BITS)
+    return signs.view(torch.int8).flatten(1)
 
 
 def laid_out(blocks: Blocks, latent: Tensor) -> Tensor:

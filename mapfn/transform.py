@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from mapfn.blocks import (
-    LOWEST_BITS,
-    SET_BYTE,
     Blocks,
     Draw,
-    bit_shifts,
     cover,
     draw_units,
     laid_out,
@@ -160,19 +157,16 @@ def _tiles(blocks: Blocks, like: Tensor) -> Callable[[Draw], Iterator[_Tile]]:
     size, (begin, end) = _tile_units(blocks), blocks.units
     units = min(size, end - begin)
     x, y = like.new_empty(2, units, made.stop - made.start, *blocks.factors)
-    b, run_words = blocks.factors[0], blocks.unit // blocks.factors[0] // 64
-    bits = torch.empty(units, b, 8, run_words, dtype=torch.int64, device=like.device)
-    shifts = bit_shifts(like)
+    runs = blocks.factors[0]
+    shape = units * runs, 8, blocks.unit // runs // 64
+    bits = torch.empty(shape, dtype=torch.int64, device=like.device)
 
     def tiles(draw: Draw) -> Iterator[_Tile]:
         for first in range(0, len(draw.words), size):
-            # What read_signs does, in scratch that stays in cache.
             words = draw.words[first : first + size]
             count = len(words)
-            out = bits[:count]
-            torch.bitwise_right_shift(words.view(*out.shape[:2], 1, -1), shifts, out=out)
-            out.bitwise_and_(LOWEST_BITS).mul_(SET_BYTE).bitwise_or_(LOWEST_BITS)
-            signs = out.view(torch.int8).view(count, -1, blocks.order)[:, made]
+            signs = read_signs(words, out=bits[: count * runs])
+            signs = signs.view(count, -1, blocks.order)[:, made]
             yield _Tile(slice(first, first + count), signs, x[:count], y[:count], next(stretches))
 
     return tiles

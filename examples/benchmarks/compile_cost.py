@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, Rows, Settings, interleave, parser, run
+from harness import Row, Rows, Settings, interleave, main
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
@@ -174,11 +174,5 @@ ROWS: Rows = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__ or "")
-    chosen = options.parse_args(argv)
-    run(ROWS, Settings(chosen.device, chosen.quick), options, chosen)
-
-
 if __name__ == "__main__":
-    main()
+    main(ROWS, __doc__)

@@ -124,6 +124,13 @@ def parser(manual: str) -> argparse.ArgumentParser:
     return options
 
 
+def main(rows: Rows, manual: str | None) -> None:
+    """Read the command line of a script without options of its own, and run it."""
+    options = parser(manual or "")
+    chosen = options.parse_args()
+    run(rows, Settings(chosen.device, chosen.quick), options, chosen)
+
+
 def run(
     rows: Rows, settings: Settings, options: argparse.ArgumentParser, chosen: argparse.Namespace
 ) -> None:

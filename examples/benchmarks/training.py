@@ -30,12 +30,12 @@ eager on both sides. It needs 10 GB of memory and some minutes; core.py says how
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from core import CNN2, PEER_HINT, latent_dim
-from harness import Row, Rows, Settings, interleave, parser, run
+from harness import Row, Rows, Settings, interleave, main
 from torch import Tensor, nn
 
 import mapfn
@@ -46,7 +46,7 @@ RATE = 0.001
 
 Batch = tuple[Tensor, Tensor]
 Model = Callable[[], nn.Module]
-Steps = dict[str, "Measured"]
+Steps = Mapping[str, "Measured"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 cross_entropy = nn.functional.cross_entropy
@@ -70,16 +70,15 @@ def compiled(settings: Settings, function: Function) -> Function:
     return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
 
-class Measured:
+class Measured(Protocol):
     """A training that takes a step at every call, and remembers the loss."""
 
     loss: Tensor
 
-    def __call__(self) -> None:
-        raise NotImplementedError
+    def __call__(self) -> None: ...
 
 
-class Pure(Measured):
+class Pure:
     """``step(state, batch) -> (state, info)``, of ours or of a direct training in that form."""
 
     def __init__(self, step: Callable[..., Any], state: Any, batch: Batch) -> None:
@@ -90,7 +89,7 @@ class Pure(Measured):
         self.loss = info.loss if hasattr(info, "loss") else info
 
 
-class Loop(Measured):
+class Loop:
     """Several states, one step each in turn."""
 
     def __init__(self, step: Callable[..., Any], states: Sequence[Any], batch: Batch) -> None:
@@ -102,7 +101,7 @@ class Loop(Measured):
         self.loss = self.members[-1].loss
 
 
-class Module(Measured):
+class Module:
     """Direct training of a module with torch's fused Adam."""
 
     def __init__(self, settings: Settings, target: nn.Module, batch: Batch) -> None:
@@ -119,7 +118,7 @@ class Module(Measured):
         self.optimizer.step()
 
 
-class Peer(Measured):
+class Peer:
     """Epochs of one batch by the peer's own trainer."""
 
     def __init__(self, settings: Settings) -> None:
@@ -273,11 +272,5 @@ ROWS: Rows = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__ or "")
-    chosen = options.parse_args(argv)
-    run(ROWS, Settings(chosen.device, chosen.quick), options, chosen)
-
-
 if __name__ == "__main__":
-    main()
+    main(ROWS, __doc__)
