@@ -27,7 +27,7 @@ from mapfn.types import Scales
 # Rows made at once: 1 MiB of float32, so that a tile and its scratch stay in a core's L2 cache.
 _TILE_ROWS = 2**18
 # Rows up to which plain operations are faster than the tiled Function.
-_SMALL = 2**14
+_SMALL = 2**19
 # Tiles whose random words are drawn at once: few operations, and a few MiB of words.
 _TILES_A_DRAW = 16
 
@@ -101,7 +101,7 @@ def _plain(blocks: Blocks, key: Tensor, latent: Tensor, shift: Tensor) -> Tensor
     wanted = slice((blocks.start - offset) // order, -(-(blocks.stop - offset) // order))
     mixed = (columns * draw.own).flatten(0, 1)[wanted] @ matrix[:a, :a]
     signs = read_signs(draw.words).view(last - first, -1, order)[:, made].flatten(0, 1)[wanted]
-    flat = mixed.reshape(-1) * signs.reshape(-1) + shift
+    flat = torch.addcmul(shift, mixed.reshape(-1), signs.reshape(-1).to(latent.dtype))
     offset += wanted.start * order
     return flat[blocks.start - offset : blocks.stop - offset]
 
