@@ -133,6 +133,7 @@ def generate(spec: Spec, latents: Latents, buffers: Buffers) -> Any:
     if not torch.compiler.is_compiling():
         validation.check_latents(spec, latents)
         validation.check_buffers(spec, buffers)
+        validation.check_devices(latents, buffers)
     params: dict[str, Tensor] = {}
     for group in spec.groups:
         if group.latent_dim:

@@ -1,7 +1,6 @@
 """Groups: leaves that share one latent vector, and what is fixed about their map."""
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -100,19 +99,25 @@ class Group:
         """Name the buffers of the group, with their shapes."""
         bases = zip(self.leaves, self.bases, strict=True)
         tensors = {BASE + leaf.name: leaf.shape for leaf, base in bases if isinstance(base, str)}
-        return {name: shape for name, (shape, _) in self._fixed.items()} | tensors
+        return {name: tuple(blank.shape) for name, blank in self._fixed.items()} | tensors
+
+    @cached_property
+    def integer_buffers(self) -> frozenset[str]:
+        """Name the buffers that hold bits, not numbers: a cast would destroy them."""
+        return frozenset(
+            name for name, blank in self._fixed.items() if not blank.is_floating_point()
+        )
 
     @cached_property
     def stored_bytes(self) -> int:
         """Count the bytes of the map's fixed numbers; bases are not the map's."""
-        return sum(math.prod(shape) * itemsize for shape, itemsize in self._fixed.values())
+        return sum(blank.numel() * blank.element_size() for blank in self._fixed.values())
 
     @cached_property
-    def _fixed(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Know shapes and bytes an element of the fixed numbers, by making them on ``meta``."""
+    def _fixed(self) -> MapBuffers:
+        """Know shapes and dtypes of the fixed numbers, by making them on ``meta``."""
         with torch.device("meta"):
-            blank = fixed_numbers(self, 0)
-        return {name: (tuple(t.shape), t.element_size()) for name, t in blank.items()}
+            return fixed_numbers(self, 0)
 
 
 def fixed_numbers(group: Group, seed: int) -> MapBuffers:

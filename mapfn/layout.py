@@ -203,6 +203,10 @@ def _check_leaf(name: str, tensor: Tensor) -> None:
         raise ValueError(
             message(where, expected="a shape", got="an uninitialised lazy leaf", fix=fix)
         )
+    if tensor.layout is not torch.strided:
+        fix, where = "pass tensor.to_dense()", f"target leaf {name!r}"
+        got = f"the layout {tensor.layout}"
+        raise TypeError(message(where, expected="a dense tensor", got=got, fix=fix))
     if not tensor.is_floating_point():
         fix = "keep integers in buffers, and split complex numbers into two real leaves"
         got = f"{tensor.dtype} in {listing([name])}"

@@ -24,16 +24,30 @@ def stack(members: Sequence[Any]) -> Any:
         The same tree with ``[K, ...]`` tensors, detached, for ``torch.vmap`` and any optimizer.
 
     Raises:
-        ValueError: no members.
+        TypeError: no sequence of trees.
+        ValueError: no members, or members that differ in structure or shapes.
 
     >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"]
     tensor([[0., 0.],
             [1., 1.]])
     """
-    if not members:
-        fix = "pass a list of trees, [init(spec, seed)[0] for seed in range(8)] for example"
-        raise ValueError(message("stack", expected="at least one member", got="none", fix=fix))
+    _check_members(members)
     return trees.map_tensors(lambda *parts: torch.stack(parts).detach(), *members)
+
+
+def _check_members(members: Any) -> None:
+    fix = "pass a list of trees, [init(spec, seed)[0] for seed in range(8)] for example"
+    if not isinstance(members, Sequence) or isinstance(members, str):
+        got = type(members).__name__
+        raise TypeError(message("stack", expected="a list of trees", got=got, fix=fix))
+    if not members:
+        raise ValueError(message("stack", expected="at least one member", got="none", fix=fix))
+    shapes = [trees.shapes(member) for member in members]
+    for index, other in enumerate(shapes):
+        if other != shapes[0]:
+            got = f"{other} as member {index}"
+            expected = f"members like the first, {shapes[0]}"
+            raise ValueError(message("stack", expected=expected, got=got, fix=fix))
 
 
 def unstack(stacked: Any) -> list[Any]:
@@ -46,15 +60,15 @@ def unstack(stacked: Any) -> list[Any]:
         K trees; an empty tree has no members.
 
     Raises:
-        ValueError: tensors that differ in their first dimension.
+        ValueError: tensors that differ in their first dimension, or have none.
 
     >>> unstack({"w": torch.tensor([1.0, 2.0])})
     [{'w': tensor(1.)}, {'w': tensor(2.)}]
     """
-    sizes = {len(tensor) for tensor in trees.tensors(stacked)}
-    if len(sizes) > 1:
+    sizes = {len(tensor) if tensor.dim() else -1 for tensor in trees.tensors(stacked)}
+    if len(sizes) > 1 or -1 in sizes:
         fix = "pass a tree that stack or vmap made"
-        got = f"{sorted(sizes)}"
+        got = ", ".join("none" if size < 0 else str(size) for size in sorted(sizes))
         raise ValueError(message("unstack", expected="one first dimension", got=got, fix=fix))
     count = sizes.pop() if sizes else 0
     return [_member(stacked, index) for index in range(count)]

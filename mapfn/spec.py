@@ -257,4 +257,8 @@ def _spread(tensor: torch.Tensor, leaf: Leaf) -> float:
         where, got = "make_spec(scale='target')", f"leaf {leaf.name!r} on meta"
         raise ValueError(message(where, expected="tensors with values", got=got, fix=fix))
     spread = float(tensor.detach().double().std(correction=0)) if tensor.numel() else 0.0
+    if not math.isfinite(spread):
+        fix = 'mend the weights that are not finite, or use scale="auto"'
+        where, got = "make_spec(scale='target')", f"leaf {leaf.name!r} with a spread of {spread}"
+        raise ValueError(message(where, expected="finite weights", got=got, fix=fix))
     return spread or leaf.initial.std

@@ -86,6 +86,7 @@ def named(strategy: str | Strategy) -> Strategy:
     slvt()
     """
     if isinstance(strategy, slvt | layerwise | grouped):
+        _check_strategy(strategy)
         return strategy
     known: dict[Any, Strategy] = {"slvt": slvt(), "layerwise": layerwise()}
     if isinstance(strategy, str) and strategy in known:
@@ -95,6 +96,32 @@ def named(strategy: str | Strategy) -> Strategy:
     raise ValueError(
         message("make_spec(strategy=)", expected=expected, got=repr(strategy), fix=fix)
     )
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    """Refuse arguments that are not the dicts that they should be."""
+    if isinstance(strategy, slvt):
+        return
+    kind = type(strategy).__name__
+    example = '{"body": ["*.weight"], "rest": ...}'
+    if isinstance(strategy, grouped) and not _is_named(strategy.groups):
+        raise TypeError(
+            message(
+                "grouped(groups=)",
+                expected="{group name: patterns}",
+                got=repr(strategy.groups),
+                fix=f"pass {example}",
+            )
+        )
+    own = strategy.overrides
+    if own is not None and not (_is_named(own) and all(map(_is_named, own.values()))):
+        fix, where = 'pass {"fc*": {"latent_dim": 16}}, say', f"{kind}(overrides=)"
+        expected = "{group name or glob: {argument of make_spec: value}}"
+        raise TypeError(message(where, expected=expected, got=repr(own), fix=fix))
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def assign(strategy: Strategy, layout: Layout) -> list[Assigned]:

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from mapfn import recomputation, trees, validation
+from mapfn import refusals, trees, validation
 from mapfn.errors import listing, message
 from mapfn.layout import named_tensors, unwrap
 from mapfn.types import State
+
+# Where a module keeps what it has registered; all else among its attributes is plain.
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def init_state(target: Any, values: Mapping[str, Tensor] | None = None) -> State:
@@ -69,7 +72,7 @@ def _meta_attributes(module: nn.Module) -> list[str]:
         f"{path}.{name}".lstrip(".")
         for path, child in module.named_modules()
         for name, value in vars(child).items()
-        if isinstance(value, Tensor) and value.is_meta
+        if name not in _REGISTERED and any(tensor.is_meta for tensor in trees.tensors(value))
     ]
 
 
@@ -91,7 +94,11 @@ def apply(
     Raises:
         TypeError: params or state that are no dicts of tensors.
         ValueError: a missing, extra or misspelt name, or a shape that is not exactly the leaf's.
-        RuntimeError: a module that checkpoints activations inside, in eager mode.
+        RuntimeError: a module that checkpoints activations inside, in eager mode; a BatchNorm
+            with ``momentum=None`` in a graph or under ``vmap``.
+
+    Buffers that the target makes only while it runs come out in no state, and are gone after it;
+    plain attributes that it sets are its own affair, and stay.
 
     >>> import torch
     >>> layer = nn.Linear(3, 2)
@@ -145,13 +152,14 @@ def call(
     tensors |= {name: tensor.clone() for name, tensor in _lent(own, "state", state).items()}
     function = module if method == "forward" else attrgetter(method)(module)
     with (
-        recomputation.refused_while_running(),
+        refusals.refused_while_running(),
         _mode(module, training),
         _restored(module),
         _reparametrize_module(module, tensors),
     ):
+        refusals.refuse_cumulative(module, tensors)
         outputs = function(*args, **(kwargs or {}))
-    recomputation.refuse_reentrant(outputs, tensors, (args, kwargs))
+    refusals.refuse_reentrant(outputs, tensors, (args, kwargs))
     return outputs, {plain: tensors[names[0]] for plain, (names, _) in own.items()}
 
 
@@ -199,18 +207,17 @@ def _lent(own: Mapping[str, _Own], where: str, given: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Undo what lending tensors does not: buffers that forward fills, the own lists of RNNs."""
-    empty = [
-        (child._buffers, name)
-        for child in module.modules()
-        for name, tensor in child._buffers.items()
-        if tensor is None
-    ]
+    """Undo what lending tensors does not: buffers that forward makes, the own lists of RNNs."""
+    before = [(child._buffers, dict(child._buffers)) for child in module.modules()]
     try:
         yield
     finally:
-        for buffers, name in empty:
-            buffers[name] = None
+        for buffers, own in before:
+            for name in [name for name in buffers if own.get(name) is None]:
+                if name in own:
+                    buffers[name] = None
+                else:
+                    del buffers[name]
         for child in module.modules():
             if isinstance(child, nn.RNNBase):
                 child._init_flat_weights()

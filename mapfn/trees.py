@@ -98,6 +98,15 @@ def map_tensors(function: Callable[..., Any], *trees: Any) -> Any:
     return optree.tree_map(function, *trees)
 
 
+def shapes(tree: Any) -> Any:
+    """Return the tree of its tensors' shapes, to compare and to print.
+
+    >>> shapes({"a": torch.ones(2, 3)})
+    {'a': (2, 3)}
+    """
+    return map_tensors(lambda leaf: tuple(getattr(leaf, "shape", ())), tree)
+
+
 def tensors(tree: Any) -> Iterator[Tensor]:
     """Iterate over the tensors of any tree, other leaves left out.
 

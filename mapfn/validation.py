@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mapfn.errors import differing, listing, message
 from mapfn.layout import layout, tensors_by_name
 from mapfn.spec import Spec
+from mapfn.types import MapBuffers
 
 
 def check_seed(seed: Any) -> None:
@@ -91,7 +92,7 @@ def check_buffers(spec: Spec, buffers: Any) -> None:
     """Refuse buffers that another spec made.
 
     Raises:
-        TypeError: not a dict.
+        TypeError: not a dict, or integers that were cast.
         ValueError: missing or extra groups or names, or another shape.
     """
     fix = "make them with init(spec, seed) of the same spec"
@@ -102,6 +103,26 @@ def check_buffers(spec: Spec, buffers: Any) -> None:
         _check_names(where, wanted, own, fix)
         for name, shape in wanted.items():
             _check_shape(f"{where}[{name!r}]", shape, own[name], fix)
+            if name in group.integer_buffers and own[name].is_floating_point():
+                got, advice = str(own[name].dtype), fix + ", and cast latents only"
+                raise TypeError(
+                    message(f"{where}[{name!r}]", expected="integers", got=got, fix=advice)
+                )
+
+
+def check_devices(latents: Mapping[str, Tensor], buffers: Mapping[str, MapBuffers]) -> None:
+    """Refuse latents on another device than the buffers of their map.
+
+    Raises:
+        ValueError: so they are.
+    """
+    for group, latent in latents.items():
+        for name, tensor in buffers[group].items():
+            if tensor.device != latent.device:
+                where, fix = f"latents[{group!r}]", "move both, latents and buffers, to one device"
+                expected = f"the device of buffers[{group!r}][{name!r}], {tensor.device}"
+                got = str(latent.device)
+                raise ValueError(message(where, expected=expected, got=got, fix=fix))
 
 
 def check_tensors(where: str, wanted: Mapping[str, Tensor], got: Any, fix: str) -> None:

@@ -61,6 +61,12 @@ ARGUMENTS = [
     ({"strategy": tied(("fc", {"dim": 3}))}, ValueError, "overrides of group 'fc'.*'dim'"),
     ({"strategy": tied(("fc", {"latent_dim": 0}))}, ValueError, "'fc'.*int >= 1, got 0"),
     ({"strategy": tied(("fc", {"mapper": "mlp"}))}, TypeError, "group 'fc'.*mapper="),
+    ({"strategy": tied(("fc", 5))}, TypeError, r"layerwise\(overrides=\).*'fc': 5"),
+    ({"strategy": tied((4, {"latent_dim": 5}))}, TypeError, r"layerwise\(overrides=\)"),
+    ({"strategy": GROUPED(None)}, TypeError, r"grouped\(groups=\).*got None"),
+    ({"strategy": GROUPED([1])}, TypeError, r"grouped\(groups=\).*got \[1\]"),
+    ({"strategy": GROUPED({3: ...})}, TypeError, r"grouped\(groups=\).*got \{3"),
+    ({"strategy": GROUPED({"a": ...}, 7)}, TypeError, r"grouped\(overrides=\).*got 7"),
 ]
 
 
@@ -78,6 +84,7 @@ TARGETS = [
     (lambda: {"i": torch.zeros(2, dtype=torch.int64)}, TypeError, "int64 in 'i'"),
     (lambda: nn.Linear(2, 2, dtype=torch.complex64), TypeError, "real floating-point"),
     (lambda: {"a": 3}, TypeError, "int at 'a'"),
+    (lambda: {"a": torch.eye(2).to_sparse()}, TypeError, r"'a'.*sparse_coo.*to_dense"),
     (lambda: "model", TypeError, r"an nn.Module or a tree.*str at '\(root\)'"),
     (lambda: {(1, 2): torch.zeros(1)}, TypeError, "keys str or int"),
     (
@@ -159,6 +166,30 @@ def test_latents(change, error, words):
         mapfn.generate(spec, change(latents), buffers)
 
 
+def test_latents_and_buffers_of_two_devices():
+    spec = mapfn.make_spec(network(), latent_dim=3)
+    latents, buffers = mapfn.init(spec)
+    with pytest.raises(ValueError, match=r"latents\['fc'\].*cpu, got meta.*one device"):
+        mapfn.generate(spec, {name: z.to("meta") for name, z in latents.items()}, buffers)
+
+
+@pytest.mark.parametrize("mapper", [mapfn.hadamard(), mapfn.hashed()])
+def test_bits_that_were_cast(mapper):
+    spec = mapfn.make_spec(network(), strategy="slvt", latent_dim=3, mapper=mapper)
+    latents, buffers = mapfn.init(spec)
+    cast = {"all": {name: bits.float() for name, bits in buffers["all"].items()}}
+    with pytest.raises(TypeError, match=r"buffers\['all'\].*integers, got torch.float32"):
+        mapfn.generate(spec, latents, cast)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_from_weights_that_are_not_finite(value):
+    target = network()
+    target["fc"].bias.data[1] = value
+    with pytest.raises(ValueError, match=r"scale='target'.*finite weights, got leaf 'fc\.bias'"):
+        mapfn.make_spec(target, scale="target")
+
+
 def test_buffers_of_another_spec():
     spec = mapfn.make_spec(network(), latent_dim=3)
     latents, buffers = mapfn.init(spec)
@@ -189,8 +220,15 @@ def test_buffers_of_another_spec():
 def test_stacks():
     with pytest.raises(ValueError, match="stack: expected at least one member"):
         mapfn.stack([])
-    with pytest.raises(ValueError, match=r"unstack.*\[2, 3\]"):
+    with pytest.raises(TypeError, match="stack: expected a list of trees, got dict"):
+        mapfn.stack({"a": torch.zeros(2)})
+    for other in ({"b": torch.zeros(2)}, {"a": torch.zeros(3)}, [torch.zeros(2)]):
+        with pytest.raises(ValueError, match=r"stack.*like the first, \{'a': \(2,\)\}.*member 1"):
+            mapfn.stack([{"a": torch.zeros(2)}, other])
+    with pytest.raises(ValueError, match=r"unstack.*2, 3"):
         mapfn.unstack({"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"unstack.*got none"):
+        mapfn.unstack({"a": torch.zeros(())})
 
 
 def test_apply_and_call_of_what_cannot_run():

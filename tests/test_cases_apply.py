@@ -189,6 +189,51 @@ def test_buffer_that_was_none_stays_none_in_the_target() -> None:
     assert target.cache is None
 
 
+class Registering(nn.Module):
+    """Registers a buffer when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("late", x)
+        return self.fc(self.late)
+
+
+def test_buffer_that_only_the_call_registers_is_gone_after_it() -> None:
+    """C12: the target has the same buffers before and after, so that a second call just runs."""
+    target = Registering()
+    params, state = made(target)
+    for value in (1.0, 2.0):
+        outputs, after = mapfn.apply(target, params, state, torch.full((1, 2), value))
+        assert after == dict(target.named_buffers()) == {}
+    bias = params["fc.bias"]
+    torch.testing.assert_close(outputs - bias, 2 * params["fc.weight"].sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "fullgraph"])
+def test_cumulative_batch_norm_is_named_where_it_cannot_run(transform: str) -> None:
+    """C19: the layer is named before anything runs, and eval mode needs no such thing."""
+    target = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None))
+    params, state = made(target)
+
+    def run(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        return mapfn.apply(target, params, state, x)[0]
+
+    def transformed() -> Tensor:
+        x = torch.ones(5, 3)
+        if transform == "vmap":
+            return torch.vmap(run)(mapfn.stack([state]), x[None])[0]
+        return torch.compile(run, fullgraph=True, backend="eager")(state, x)
+
+    error = RuntimeError if transform == "vmap" else torch._dynamo.exc.Unsupported
+    with pytest.raises(error, match=r"layer '1'.*momentum=None.*momentum=0\.1"):
+        transformed()
+    target.eval()
+    torch.testing.assert_close(transformed(), run(state, torch.ones(5, 3)))
+
+
 @pytest.mark.parametrize(
     ("momentum", "transform"), [(None, "eager"), (0.1, "eager"), (0.1, "vmap")]
 )

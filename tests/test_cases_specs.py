@@ -230,6 +230,18 @@ def test_state_keeps_what_meta_loses(plain: bool, to_meta: str) -> None:
     assert list(after) == ["frequencies", "kept"]
 
 
+def test_plain_tensors_inside_containers_are_asked_for() -> None:
+    """C13: a list, tuple or dict of tensors is a plain attribute as well."""
+    for value in ([torch.ones(1)], {"a": (torch.ones(1),)}):
+        target = nn.Linear(1, 1)
+        target.tables = value
+        assert list(mapfn.init_state(target)) == []
+        with torch.device("meta"):
+            target.tables = [torch.ones(1)] if isinstance(value, list) else {"a": (torch.ones(1),)}
+        with pytest.raises(ValueError, match=r"init_state.*plain tensors 'tables' on meta"):
+            mapfn.init_state(target)
+
+
 @pytest.mark.parametrize("path", ["", "inner.", "outer.0."])
 def test_values_that_meta_never_had_are_asked_for(path: str) -> None:
     """C13: on meta, each buffer and plain tensor without a value is named, with the way round."""

@@ -137,6 +137,18 @@ def test_no_random_operation_in_the_graph_of_generate(mapper: str, modulation: s
     torch.testing.assert_close(got, mapfn.generate(spec, latents, buffers), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mapper", [mapfn.hadamard(), mapfn.hashed()], ids=str)
+def test_compiled_bits_are_the_eager_ones(mapper: mapfn.types.Mapper) -> None:
+    """C18: where the arithmetic is exact, latents of whole numbers, every weight is bit for bit."""
+    target = torch.nn.Linear(40, 30)
+    spec = mapfn.make_spec(target, latent_dim=16, mapper=mapper, scale={"*": 0.25})
+    _, buffers = mapfn.init(spec, seed=2)
+    latents = {"(root)": torch.arange(-8.0, 8.0)}
+    compiled = torch.compile(mapfn.generate, fullgraph=True)(spec, latents, buffers)
+    for name, eager in mapfn.generate(spec, latents, buffers).items():
+        assert torch.equal(compiled[name], eager)
+
+
 def test_random_operations_in_a_graph_are_found() -> None:
     """C18: what looks into the graph above sees the dropout of a target."""
     of = mapped("dropout", "slvt", "identity")

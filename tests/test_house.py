@@ -31,7 +31,7 @@ FLOORS = {
     "spec": 4.5,
     "validation": 4.7,
     "raw": 4.7,
-    "recomputation": 4.7,
+    "refusals": 4.7,
     "integrity": 4.6,
     "serialization": 4.7,
     "parts": 2,

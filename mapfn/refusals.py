@@ -1,8 +1,10 @@
-"""Activation checkpointing inside a target: refused, for it would give wrong gradients.
+"""What a target may not do inside while its weights are lent.
 
-A checkpointed block runs its forward pass again in the backward pass, when the module has its own
-weights back: the gradients would be those of other weights, without a word. In a compiled graph
-the weights are the graph's, and checkpointing is right.
+Activation checkpointing: a checkpointed block runs its forward pass again in the backward pass,
+when the module has its own weights back. The gradients would be those of other weights, without a
+word. In a compiled graph the weights are the graph's, and checkpointing is right.
+
+BatchNorm with ``momentum=None``, in a graph or under ``vmap``: it reads a tensor as a number.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from mapfn import trees
 from mapfn.errors import message
@@ -42,6 +45,25 @@ def refused_while_running() -> Iterator[None]:
 
 def _hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def refuse_cumulative(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Name the BatchNorm that would count its batches in Python, where no number can be read.
+
+    Raises:
+        RuntimeError: in a graph or under ``vmap``, a layer with ``momentum=None`` in training mode.
+    """
+    if not (torch.compiler.is_compiling() or any(map(_is_batched, state.values()))):
+        return
+    for path, child in module.named_modules():
+        if isinstance(child, _NormBase) and child.momentum is None and child.training:
+            fix = "give the layer a number, momentum=0.1"
+            where, got = f"apply(target), layer {path!r}", "momentum=None, a plain average"
+            raise RuntimeError(message(where, expected="a momentum", got=got, fix=fix))
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def refuse_reentrant(outputs: Any, lent: Mapping[str, Tensor], inputs: Any) -> None:
