@@ -30,6 +30,7 @@ def batches(
         A function from the epoch to an iterator over batches, trees like the data.
 
     Raises:
+        TypeError: a seed of another kind.
         ValueError: tensors of different lengths, or a batch size that does not fit.
 
     >>> of_epoch = batches((torch.arange(6), torch.arange(6)), 2)
@@ -45,6 +46,11 @@ def batches(
         expected, fix = f"an int from 1 to {size}", "pass a smaller batch"
         where = "batches(batch_size=)"
         raise ValueError(message(where, expected=expected, got=repr(batch_size), fix=fix))
+    given: Any = seed
+    if given is not None and not isinstance(given, int | Sequence):
+        expected, got = "an int, None, or a list of ints", repr(seed)
+        fix = "pass int(seed)"
+        raise TypeError(message("batches(seed=)", expected=expected, got=got, fix=fix))
     most = size // batch_size * batch_size if drop_last else size
 
     def of_epoch(epoch: int) -> Iterator[Any]:
@@ -57,7 +63,7 @@ def batches(
 def _order(size: int, seed: int | Sequence[int] | None, epoch: int) -> Tensor:
     if seed is None:
         return torch.arange(size)
-    if not isinstance(seed, int):
+    if isinstance(seed, Sequence):
         return torch.stack([_order(size, own, epoch) for own in seed])
     key = seeds.key(seeds.derive(seed, "batches", str(epoch)))
     return torch.argsort(seeds.words(key, 0, size), stable=True)

@@ -16,7 +16,7 @@ def early_stopping(metric: str, *, patience: int = 5, mode: Mode = "min") -> Cal
     """Stop when a metric of the history has not improved for some epochs.
 
     Args:
-        metric: its name in the history, ``"validation_loss"`` if ``validate`` returns that.
+        metric: its name in the history, ``"val_loss"`` where ``validate`` returns a loss.
         patience: epochs without improvement that are borne.
         mode: whether less or more is better.
 
@@ -24,14 +24,15 @@ def early_stopping(metric: str, *, patience: int = 5, mode: Mode = "min") -> Cal
         The callback.
 
     Raises:
-        ValueError: patience that is no int of at least 1; while training, a metric that the
-            history does not have.
+        ValueError: patience that is no int of at least 1, an unknown mode; while training, a
+            metric that the history does not have.
 
     >>> stop = early_stopping("loss", patience=1)
     """
     if type(patience) is not int or patience < 1:
         fix, where = "pass the epochs to wait", "early_stopping(patience=)"
         raise ValueError(message(where, expected="an int >= 1", got=repr(patience), fix=fix))
+    _check_mode("early_stopping", mode)
 
     def stop(event: Event) -> str | None:
         if not event.epoch_over:
@@ -54,15 +55,28 @@ def keep_best(metric: str, into: Callable[[TrainState], Any], *, mode: Mode = "m
         into: takes the state; ``best.append`` of a list, or what saves a file.
         mode: whether less or more is better.
 
+    Raises:
+        ValueError: an unknown mode; while training, as :func:`early_stopping`.
+
     >>> best = []
-    >>> keep = keep_best("validation_accuracy", best.append, mode="max")
+    >>> keep = keep_best("val_accuracy", best.append, mode="max")
     """
+    _check_mode("keep_best", mode)
 
     def keep(event: Event) -> None:
-        if event.epoch_over and _best(event.history, metric, mode) == len(event.history) - 1:
+        history = event.history
+        if not event.epoch_over or _best(history, metric, mode) < len(history) - 1:
+            return
+        if not math.isnan(history[-1][metric]):
             into(event.state)
 
     return keep
+
+
+def _check_mode(name: str, mode: str) -> None:
+    if mode not in ("min", "max"):
+        fix, where = "pass one of them", f"{name}(mode=)"
+        raise ValueError(message(where, expected="'min' or 'max'", got=repr(mode), fix=fix))
 
 
 def _best(history: list[Metrics], metric: str, mode: Mode) -> int:

@@ -1,6 +1,7 @@
 """Ensembles: many members as one tree with a leading member dimension, for vmap."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from mapfn import optim, trees
 from mapfn.errors import message
 from mapfn.generation import generate
 from mapfn.members import at, member_dims, stack, stack_states, stacked, take, unstack, whole
+from mapfn.parts import differences, random_state
+from mapfn.schedules import check_number
 from mapfn.spec import Spec
 from mapfn.target import apply, call
 from mapfn.types import StepInfo, TrainState
@@ -26,7 +29,7 @@ class Ensemble(NamedTuple):
 
     init: Callable[..., TrainState]
     """``init(seeds, learning_rates=None) -> TrainState`` of ``[K, ...]`` tensors; those that all
-    members share, a base for one, stand in ``buffers`` once, as ``shared.<name>``."""
+    members share, a base for one, stand in ``buffers`` once, as ``<shared>name``."""
     step: Step
     """``step(state, batch) -> (state, info)``, info ``[K]``; pure."""
     members: Callable[[TrainState], list[TrainState]]
@@ -95,7 +98,8 @@ def make_ensemble(
             batched = torch.vmap(one, dims, randomness=randomness, chunk_size=chunk_size)
             after, info = _named_randomness(batched, state, batch)
         else:
-            after, info = _looped(one, state, batch, shared_data)
+            with _draws_refused(randomness):
+                after, info = _looped(one, state, batch, shared_data)
         return after._replace(buffers=state.buffers, moments=state.moments), info
 
     return Ensemble(init, step, _members)
@@ -143,6 +147,8 @@ def _first_members(
         buffers, moments = states[0].buffers, states[0].moments
         states = [state._replace(buffers=buffers, moments=moments) for state in states]
     if learning_rates is not None:
+        for rate in learning_rates:
+            check_number("make_ensemble.init(learning_rates=)", float(rate))
         states = [_at_rate(state, rate) for state, rate in zip(states, rates, strict=True)]
     return stack_states(states)
 
@@ -160,11 +166,25 @@ def _named_randomness(batched: Callable[..., Any], state: TrainState, batch: Any
     except RuntimeError as error:
         if "randomness" not in str(error):
             raise
-        expected, got = "a target without random numbers", "one that draws them, dropout perhaps"
-        fix = 'pass randomness="different", each member its own, or "same"'
-        where = "make_ensemble(randomness='error')"
-        text = message(where, expected=expected, got=got, fix=fix)
-        raise RuntimeError(text) from error
+        raise RuntimeError(_random_text()) from error
+
+
+@contextmanager
+def _draws_refused(randomness: str) -> Iterator[None]:
+    """Refuse in a loop what ``vmap`` refuses; a graph hides it, and is not looked into."""
+    if randomness != "error" or torch.compiler.is_compiling():
+        yield
+        return
+    before = random_state()
+    yield
+    if differences(before, random_state()):
+        raise RuntimeError(_random_text())
+
+
+def _random_text() -> str:
+    expected, got = "a target without random numbers", "one that draws them, dropout perhaps"
+    fix = 'pass randomness="different", each member its own, or "same"'
+    return message("make_ensemble(randomness='error')", expected=expected, got=got, fix=fix)
 
 
 def _looped(
@@ -235,7 +255,8 @@ def predict(
     if method == "vmap":
         outputs = torch.vmap(one, (member_dims(state),), randomness=randomness)(state)
     else:
-        each = [one(take(state, index)) for index in range(len(state.step))]
+        with _draws_refused(randomness):
+            each = [one(take(state, index)) for index in range(len(state.step))]
         outputs = trees.map_tensors(stacked, *each)
     mean = trees.map_tensors(lambda tensor: tensor.mean(0), outputs)
     spread = trees.map_tensors(_spread, outputs)

@@ -37,6 +37,19 @@ def differing(expected: Iterable[str], got: Iterable[str]) -> str:
     return "; ".join(f"{word} {listing(names)}" for word, names in parts if names)
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user's interrupt; ``state`` is that after the last whole step.
+
+    >>> Interrupted("after step 3", state=None).state is None
+    True
+    """
+
+    def __init__(self, text: str, state: Any) -> None:
+        """Keep the state beside the text."""
+        super().__init__(text)
+        self.state = state
+
+
 class NonFiniteError(ArithmeticError):
     """A loss or a gradient that is NaN or infinite; ``state`` is the last good one.
 

@@ -2,7 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import random
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,15 +13,12 @@ import torch
 
 from mapfn import optim
 from mapfn.errors import message
-from mapfn.loops import Loader
-from mapfn.optim import Optimizer
-from mapfn.spec import Spec
-from mapfn.steps import make_step
+from mapfn.loops import Loader, Step
 from mapfn.types import TrainState
 
 # Weight of the past in the smoothed loss, as usual for this test (Smith 2017).
 _SMOOTHING = 0.9
-# A smoothed loss of so many times the least ends the test: it has diverged.
+# A smoothed loss so many times the least, whatever its sign, ends the test: it has diverged.
 _DIVERGED = 4.0
 # Before so many steps the average says more of single batches than of the rate: an easy batch
 # followed by a hard one is no divergence, and the other way about no fast descent.
@@ -50,38 +49,38 @@ class RateCurve(NamedTuple):
 
 
 def find_lr(
-    spec: Spec,
-    target: Any,
-    loss_fn: Any,
+    step: Step,
+    state: TrainState,
     loader: Loader,
     *,
-    optimizer: Callable[[float], Optimizer] = optim.adam,
     rates: tuple[float, float, int] = (1e-4, 3.0, 100),
 ) -> RateCurve:
     """Find a learning rate: train for a while with a rate that grows at every step.
 
-    Nothing that exists is touched: the test trains latents of its own, from seed 0, and leaves
-    torch's random generators and that of the loader as they were.
+    Nothing that exists is touched: a step is pure, and the random generators of Python, NumPy,
+    torch and the loader are put back.
 
     Args:
-        spec: from :func:`~mapfn.make_spec`.
-        target: as :func:`~mapfn.train.make_step` takes it.
-        loss_fn: as :func:`~mapfn.train.make_step` takes it.
+        step: from :func:`~mapfn.train.make_step`, compiled or not, with whatever options it has;
+            its optimizer is one of :mod:`mapfn.optim`. A schedule of its own multiplies the rate.
+        state: where the test begins, ``init(seed=0)`` for one; it stays as it is.
         loader: the batches, used again from the start when they end; or a function of the epoch.
-        optimizer: makes the optimizer from a learning rate.
         rates: the lowest, the highest, and the number of steps between them, evenly in the log.
 
     Returns:
         :class:`RateCurve`; shorter than asked for where the loss diverged.
 
     Raises:
-        ValueError: rates that do not grow, or fewer than 3 steps; no batches.
+        ValueError: rates that do not grow, or fewer than 3 steps; no batches; an optimizer state
+            without a learning rate.
 
     >>> from mapfn import make_spec
+    >>> from mapfn.steps import make_step
     >>> target = torch.nn.Linear(3, 1)
     >>> spec = make_spec(target, latent_dim=2)
+    >>> init, step = make_step(spec, target, torch.nn.functional.mse_loss, optim.adam(0.05))
     >>> batches = [(torch.ones(4, 3), torch.ones(4, 1))]
-    >>> curve = find_lr(spec, target, torch.nn.functional.mse_loss, batches, rates=(1e-3, 1.0, 20))
+    >>> curve = find_lr(step, init(seed=0), batches, rates=(1e-3, 1.0, 20))
     >>> 1e-3 <= curve.suggestion <= 1.0
     True
     """
@@ -90,11 +89,10 @@ def find_lr(
         expected, fix = "0 < lowest < highest and at least 3 steps", "pass (1e-4, 3.0, 100), say"
         got = repr(rates)
         raise ValueError(message("find_lr(rates=)", expected=expected, got=got, fix=fix))
-    init, step = make_step(spec, target, loss_fn, optimizer(low))
     wanted = [low * (high / low) ** (index / (num_steps - 1)) for index in range(num_steps)]
-    with _restored(loader), torch.random.fork_rng():
+    with _restored(loader):
         pairs = zip(wanted, _endless(loader), strict=False)
-        smoothed = _smooth(_losses(init(seed=0), step, pairs))
+        smoothed = _smooth(_losses(state, step, pairs))
     if len(smoothed) < 3:
         got, fix = f"{len(smoothed)} before it diverged", "begin with a lower rate"
         raise ValueError(message("find_lr", expected="3 finite losses", got=got, fix=fix))
@@ -105,7 +103,7 @@ def _losses(state: TrainState, step: Any, pairs: Iterable[tuple[float, Any]]) ->
     for rate, batch in pairs:
         at_rate = optim.with_learning_rate(state.optimizer_state, rate)
         state, info = step(state._replace(optimizer_state=at_rate), batch)
-        yield float(info.loss)
+        yield float(info.loss.mean())
 
 
 def _endless(loader: Loader) -> Iterator[Any]:
@@ -121,16 +119,23 @@ def _endless(loader: Loader) -> Iterator[Any]:
 
 @contextmanager
 def _restored(loader: Any) -> Iterator[None]:
-    """Leave the generator of a loader, or of its sampler, as it was."""
-    holders = loader, getattr(loader, "sampler", None)
-    found = [getattr(holder, "generator", None) for holder in holders]
-    generators = [own for own in found if isinstance(own, torch.Generator)]
+    """Put back the global random generators, and those of a loader and of its samplers."""
+    holders = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
+    holders += [getattr(holder, "sampler", None) for holder in holders[1:]]
+    found = {id(own): own for own in (getattr(holder, "generator", None) for holder in holders)}
+    generators = [own for own in found.values() if isinstance(own, torch.Generator)]
     before = [own.get_state() for own in generators]
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy else None
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         for own, state in zip(generators, before, strict=True):
             own.set_state(state)
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(drawn)
 
 
 def _smooth(losses: Iterable[float]) -> list[float]:
@@ -140,7 +145,8 @@ def _smooth(losses: Iterable[float]) -> list[float]:
     for index, loss in enumerate(losses, start=1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
         value = average / (1 - _SMOOTHING**index)
-        diverged = index > _MEMORY and value > _DIVERGED * min(smoothed)
+        least = min(smoothed, default=value)
+        diverged = index > _MEMORY and value - least > (_DIVERGED - 1) * abs(least)
         if diverged or not math.isfinite(value):
             break
         smoothed.append(value)

@@ -7,12 +7,12 @@ by ``make_step`` or ``make_ensemble``, compiled or not, or written by hand.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mapfn.errors import NonFiniteError, listing, message
+from mapfn.errors import Interrupted, NonFiniteError, listing, message
 from mapfn.types import StepInfo, TrainState
 
 Step: TypeAlias = Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
@@ -48,7 +48,7 @@ class Fit(NamedTuple):
     """The last good state."""
     history: list[Metrics]
     """One row an epoch: ``epoch``, ``seconds``, the means over its steps, and what ``validate``
-    returned."""
+    returned, as ``val_<name>``."""
     stopped: str
     """Why it ended before the last epoch; empty where it did not."""
 
@@ -67,9 +67,10 @@ def fit_epoch(step: Step, state: TrainState, loader: Iterable[Any]) -> tuple[Tra
         members that are finite too.
 
     Raises:
-        NonFiniteError: a loss or gradient that is NaN or infinite, in every member of an ensemble;
-            its ``state`` is the last good one, from before that step.
+        NonFiniteError: a loss, gradient or update that is NaN or infinite, in every member of an
+            ensemble; its ``state`` is the last good one, whose loss was still seen to be finite.
         ValueError: no batches.
+        Interrupted: the KeyboardInterrupt, whose ``state`` is that after the last whole step.
 
     >>> from mapfn import make_spec, optim
     >>> from mapfn.steps import make_step
@@ -82,31 +83,42 @@ def fit_epoch(step: Step, state: TrainState, loader: Iterable[Any]) -> tuple[Tra
     (10, ['loss', 'gradient_norm', 'latent_norm', 'update_ratio'])
     """
     infos = []
-    for after, info in _steps(step, state, loader):
-        state = after
-        infos.append(info)
+    try:
+        for after, info in _steps(step, state, loader):
+            state = after
+            infos.append(info)
+    except KeyboardInterrupt as error:
+        raise Interrupted(_interruption(state), state) from error
     return state, _means(infos)
+
+
+def _interruption(state: TrainState) -> str:
+    return f"interrupted after step {int(state.step.flatten()[0])}"
 
 
 def _steps(
     step: Step, state: TrainState, loader: Iterable[Any]
 ) -> Iterator[tuple[TrainState, StepInfo]]:
+    good = state
     for batch in loader:
         after, info = step(state, batch)
-        _check_finite(state, info)
-        state = after
+        _check_finite(good, state, info)
+        good, state = state, after
         yield state, info
 
 
-def _check_finite(before: TrainState, info: StepInfo) -> None:
-    if bool((info.loss.isfinite() & info.gradient_norm.isfinite()).any()):
+def _check_finite(good: TrainState, before: TrainState, info: StepInfo) -> None:
+    # An update that overflows shows in its ratio before it does in a loss.
+    finite = info.loss.isfinite() & info.gradient_norm.isfinite() & info.update_ratio.isfinite()
+    if bool(finite.any()):
         return
     at = int(before.step.flatten()[0])
     got = f"loss {_number(info.loss)} and gradient norm {_number(info.gradient_norm)}"
+    got += f", update ratio {_number(info.update_ratio)}"
     fix = "lower the learning rate, clip the gradient, or look at this batch; the last good state"
     fix += " is in the error's state"
     text = message(f"step {at}", expected="a finite loss and gradient", got=got, fix=fix)
-    raise NonFiniteError(text, before)
+    raise NonFiniteError(text, good)
 
 
 def _number(value: Tensor) -> str:
@@ -125,10 +137,14 @@ def _means(infos: list[StepInfo]) -> Metrics:
 
 def _numbers(info: StepInfo) -> dict[str, Tensor]:
     """Name the numbers of a step; of aux those that are one a member."""
+    own = {name: value for name, value in info._asdict().items() if name != "aux"}
     named = {name: value for name, value in info.aux.items() if value.shape == info.loss.shape}
-    others = info._asdict()
-    del others["loss"], others["aux"]
-    return {"loss": info.loss} | named | others
+    if taken := sorted(named.keys() & {*own, "epoch", "seconds"}):
+        got, fix = listing(taken), "give those of the loss function's aux other names"
+        raise ValueError(message("fit: aux", expected="names of its own", got=got, fix=fix))
+    rows = {"loss": own.pop("loss")} | named | own
+    # A member that is lost must not hide the others.
+    return {name: torch.where(row.isfinite(), row, torch.nan) for name, row in rows.items()}
 
 
 def fit(
@@ -149,7 +165,7 @@ def fit(
             from the epoch to its batches, :func:`~mapfn.train.batches` for one.
         epochs: how many; or which, ``range(3, 10)``, to go on after the first three with the very
             batches that an uninterrupted run would have.
-        validate: ``state -> {name: number}``, after each epoch, for the history.
+        validate: ``state -> {name: number}``, after each epoch, for the history, as ``val_name``.
         callbacks: functions of an :class:`Event`, called after each step and each epoch; a context
             manager is entered first, and what it yields is called.
 
@@ -158,7 +174,8 @@ def fit(
         finite, or KeyboardInterrupt came.
 
     Raises:
-        ValueError: latents that are NaN or infinite before the first step; no batches.
+        ValueError: latents that are NaN or infinite before the first step; no batches; a number of
+            epochs below 0; an aux with the name of another column.
 
     >>> from mapfn import make_spec, optim
     >>> from mapfn.steps import make_step
@@ -184,12 +201,17 @@ def fit(
         except NonFiniteError as error:
             state, stopped = error.state, str(error)
         except KeyboardInterrupt:
-            stopped = f"interrupted after step {int(state.step.flatten()[0])}"
+            stopped = _interruption(state)
     return Fit(state, history, stopped)
 
 
 def _check_latents(state: TrainState) -> None:
-    wrong = [name for name, latent in state.latents.items() if not bool(latent.isfinite().all())]
+    dims = state.step.dim()  # Of an ensemble, whose other members go on.
+    wrong = [
+        name
+        for name, latent in state.latents.items()
+        if not bool(latent.flatten(dims).isfinite().all(-1).any())
+    ]
     if wrong:
         fix = "start from init(seed) or a good checkpoint"
         got = f"NaN or infinity in {listing(wrong)}"
@@ -203,7 +225,12 @@ def _entered(stack: ExitStack, callback: Any) -> Callback:
 
 
 def _epochs(epochs: int | Iterable[int]) -> Iterable[int]:
-    return range(epochs) if isinstance(epochs, int) else epochs
+    if isinstance(epochs, Iterable):
+        return epochs
+    if not isinstance(epochs, SupportsIndex) or isinstance(epochs, bool) or int(epochs) < 0:
+        expected, fix = "a number of epochs, or which", "pass 10, or range(3, 10) to go on"
+        raise ValueError(message("fit(epochs=)", expected=expected, got=repr(epochs), fix=fix))
+    return range(epochs)
 
 
 def _events(
@@ -220,7 +247,8 @@ def _events(
             state = after
             infos.append(info)
             yield Event(epoch, index, state, info, history, epoch_over=False)
-        row = {"epoch": epoch} | _means(infos) | (validate(state) if validate else {})
+        found = validate(state) if validate else {}
+        row = {"epoch": epoch} | _means(infos) | {f"val_{name}": v for name, v in found.items()}
         history.append(row | {"seconds": time.perf_counter() - start})
         yield Event(epoch, len(infos) - 1, state, infos[-1], history, epoch_over=True)
 

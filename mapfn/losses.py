@@ -46,8 +46,8 @@ class trained:
 
     def __post_init__(self) -> None:
         """Refuse a start from which softplus cannot come."""
-        if not self.value > 0:
-            expected, fix = "a start above 0", "pass trained(0.01), say"
+        if not 0 < self.value < math.inf:
+            expected, fix = "a finite start above 0", "pass trained(0.01), say"
             got = repr(self.value)
             raise ValueError(message("trained(value=)", expected=expected, got=got, fix=fix))
 
@@ -67,6 +67,8 @@ class mapping_loss:
     task: Callable[[Any, Any], Any]
     """``task(outputs, targets)``: a scalar, or a scalar and a dict of named tensors."""
     stability: float | trained = 0.0
+    """Dropout draws anew in the noisy pass, and what that changes counts too: put it in eval mode
+    where the noise of the latents alone is meant."""
     smoothness: float | trained = 0.0
     alignment: float | trained = 0.0
     noise: float = 0.05
@@ -95,7 +97,8 @@ class mapping_loss:
 
 def _check_weight(name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, trained) or (number and 0 <= value < math.inf):
+    can_train = name in _TERMS and isinstance(value, trained)
+    if can_train or (number and 0 <= value < math.inf):
         return
     expected, fix = "a number >= 0", "pass a float"
     fix += ", or trained() to train it" if name in _TERMS else ""
@@ -110,7 +113,10 @@ def coefficients(loss: mapping_loss) -> dict[str, Tensor]:
     """
     found = {name: getattr(loss, name) for name in loss.terms}
     starts = {name: own.value for name, own in found.items() if isinstance(own, trained)}
-    return {name: torch.tensor(math.log(math.expm1(start))) for name, start in starts.items()}
+    # The inverse of softplus, in the form that large starts do not overflow.
+    return {
+        name: torch.tensor(start + math.log(-math.expm1(-start))) for name, start in starts.items()
+    }
 
 
 def weights(coefficients: Mapping[str, Tensor]) -> dict[str, Tensor]:

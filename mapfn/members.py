@@ -11,7 +11,7 @@ from mapfn.errors import message
 from mapfn.types import TrainState
 
 # In an ensemble's state, the prefix of names whose tensors all members share.
-_SHARED = "shared."
+_SHARED = "<shared>"
 
 
 def stack(members: Sequence[Any]) -> Any:
@@ -81,7 +81,7 @@ def _member(stacked: Any, index: int) -> Any:
 def stack_states(states: Sequence[TrainState]) -> TrainState:
     """Stack states; what all members hold as one tensor in memory, a base for one, stays single.
 
-    Its name in ``buffers`` or ``moments`` gets the prefix ``shared.``.
+    Its name in ``buffers`` or ``moments`` gets the prefix ``<shared>``.
     """
     stacked: TrainState = stack([state._replace(buffers={}, moments={}) for state in states])
     groups = {name: [state.buffers[name] for state in states] for name in states[0].buffers}

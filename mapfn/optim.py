@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mapfn import trees
 from mapfn.errors import message
+from mapfn.rates import OptimizerState, with_learning_rate
 from mapfn.schedules import Schedule, check_number, constant, cosine, one_cycle
 
 __all__ = [
@@ -39,17 +40,6 @@ class Optimizer(NamedTuple):
     """``init(params) -> state``."""
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
     """``update(gradients, state, params) -> (updates, state)``."""
-
-
-class OptimizerState(NamedTuple):
-    """The state of :func:`sgd` and :func:`adam`."""
-
-    step: Tensor
-    """Updates done, ``int64 []``."""
-    learning_rate: Tensor
-    """The schedule's peak, ``float64 []``; replace it to change the rate."""
-    moments: dict[str, Any]
-    """Running means by name, each a tree like the params."""
 
 
 def sgd(
@@ -227,44 +217,6 @@ def global_norm(tree: Any) -> Tensor:
     """
     norms = [torch.linalg.vector_norm(tensor) for tensor in trees.tensors(tree)]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def with_learning_rate(state: Any, learning_rate: float | Tensor) -> Any:
-    """Replace the learning rate, the schedule's peak, in an optimizer's state.
-
-    Args:
-        state: of an optimizer of this module, or of a chain.
-        learning_rate: a number, or a tensor, ``[K]`` for the stacked state of an ensemble.
-
-    Returns:
-        The state, new.
-
-    Raises:
-        ValueError: a state without a learning rate.
-
-    >>> state = with_learning_rate(adam(0.1).init({"z": torch.zeros(2)}), 0.5)
-    >>> float(state.learning_rate)
-    0.5
-    """
-    replaced = _replaced(state, learning_rate)
-    if replaced is None:
-        expected, fix = "the state of sgd, adam or a chain", "pass state.optimizer_state"
-        got = type(state).__name__
-        raise ValueError(message("with_learning_rate", expected=expected, got=got, fix=fix))
-    return replaced
-
-
-def _replaced(state: Any, learning_rate: float | Tensor) -> Any:
-    """Return the new state; None where it holds no learning rate."""
-    if isinstance(state, OptimizerState):
-        rate = torch.as_tensor(learning_rate).to(state.learning_rate)
-        return state._replace(learning_rate=rate)
-    if type(state) is not tuple:
-        return None
-    parts = [_replaced(own, learning_rate) for own in state]
-    if all(part is None for part in parts):
-        return None
-    return tuple(own if part is None else part for own, part in zip(state, parts, strict=True))
 
 
 def _schedule(where: str, learning_rate: float | Schedule) -> Schedule:

@@ -7,24 +7,26 @@ word. In a compiled graph the weights are the graph's, and checkpointing is righ
 BatchNorm with ``momentum=None``, in a graph or under ``vmap``: it reads a tensor as a number.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 
 from mapfn import trees
 from mapfn.errors import message
 
+_HOOKS = "saved tensor hooks inside it"
 _REENTRANT = "CheckpointFunctionBackward"
 
 
 def _refusal(got: str) -> str:
-    fix = "checkpoint generate and apply together instead, or compile the step; for a HuggingFace"
+    fix = "checkpoint generate and apply together instead, or compile; for a HuggingFace"
     fix += " model call gradient_checkpointing_disable()"
-    expected = "a target that keeps its activations"
+    expected = "a target without activation checkpointing"
     return message("apply(target)", expected=expected, got=got, fix=fix)
 
 
@@ -32,19 +34,39 @@ def _refusal(got: str) -> str:
 def refused_while_running() -> Iterator[None]:
     """Refuse saved tensor hooks, by which checkpointing works, while a target runs.
 
-    Nothing is refused where nothing is differentiated, nor where the caller has hooks of their own
-    around the call: torch cannot tell theirs from the target's.
+    Nothing is refused where nothing is differentiated. A caller's own hooks around the call stay.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _hooked():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
-    text = _refusal("saved tensor hooks inside it, activation checkpointing perhaps")
-    with torch.autograd.graph.disable_saved_tensors_hooks(text):
-        yield
+    hooked = _saving_hooks() is not None
+    refuse = torch.autograd.graph.disable_saved_tensors_hooks
+    with _OtherHooksRefused(_saving_hooks()) if hooked else refuse(_refusal(_HOOKS)):
+        try:
+            yield
+        except RuntimeError as error:
+            if "Tensor.requires_grad_()" not in str(error):
+                raise
+            raise RuntimeError(_refusal("requires_grad_() in a transform")) from error
 
 
-def _hooked() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def _saving_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class _OtherHooksRefused(TorchFunctionMode):
+    """Look at every operation for other hooks than the caller's; torch refuses all or none."""
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__()
+        self.hooks = hooks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if _saving_hooks() != self.hooks:
+            raise RuntimeError(_refusal(_HOOKS))
+        return func(*args, **(kwargs or {}))
 
 
 def refuse_cumulative(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -81,7 +103,7 @@ def refuse_reentrant(outputs: Any, lent: Mapping[str, Tensor], inputs: Any) -> N
         return
     known = {id(tensor.grad_fn) for tensor in (*lent.values(), *trees.tensors(inputs))}
     if any(node.name() == _REENTRANT for node in _nodes(trees.outputs(outputs), known)):
-        raise RuntimeError(_refusal("reentrant activation checkpointing inside it"))
+        raise RuntimeError(_refusal("a reentrant one inside it"))
 
 
 def _nodes(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Any]:

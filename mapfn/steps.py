@@ -4,15 +4,16 @@ Everything that a step needs is in :class:`~mapfn.types.TrainState`, a tree of t
 is compiled, put under ``vmap``, saved and resumed as it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mapfn import losses, optim, seeds, trees
+from mapfn import losses, optim, rates, seeds, trees
 from mapfn.draws import Draw, draw_step
-from mapfn.errors import message
+from mapfn.errors import listing, message
 from mapfn.generation import generate, init
 from mapfn.layout import tensors_by_name
 from mapfn.losses import mapping_loss
@@ -21,9 +22,7 @@ from mapfn.optim import Optimizer
 from mapfn.spec import Spec
 from mapfn.target import apply, init_state
 from mapfn.types import Latents, State, StepInfo, TrainState
-
-Unpacked = tuple[tuple[Any, ...], Mapping[str, Any], Any]
-"""``(args, kwargs, targets)``: what the target is called with, and what the loss compares to."""
+from mapfn.unpacking import Unpacked, inputs_and_targets, parts, value_and_aux
 
 
 class Training(NamedTuple):
@@ -33,37 +32,6 @@ class Training(NamedTuple):
     """``init(seed=0, *, device=None, tensors=None, target_state=None) -> TrainState``."""
     step: Callable[[TrainState, Any], tuple[TrainState, StepInfo]]
     """``step(state, batch) -> (state, info)``; pure, and traceable as one graph."""
-
-
-def inputs_and_targets(batch: Any) -> Unpacked:
-    """Take a batch apart: ``(inputs, targets)``, or a dict of keyword arguments.
-
-    Args:
-        batch: ``(inputs, targets)``, where a tuple of inputs are positional arguments and a dict of
-            inputs keyword arguments; or one dict, which is both the keyword arguments and the
-            targets, as HuggingFace models with ``labels`` have it.
-
-    Returns:
-        ``(args, kwargs, targets)``.
-
-    Raises:
-        TypeError: anything else.
-
-    >>> inputs_and_targets((1, 2))
-    ((1,), {}, 2)
-    """
-    if isinstance(batch, Mapping):
-        return (), dict(batch), batch
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        expected = "(inputs, targets) or a dict of keyword arguments"
-        got = type(batch).__name__
-        got += f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        fix = "pass make_step(unpack=function), batch -> (args, kwargs, targets)"
-        raise TypeError(message("step(batch)", expected=expected, got=got, fix=fix))
-    inputs, targets = batch
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs), targets
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}, targets
 
 
 class _Plan(NamedTuple):
@@ -99,7 +67,7 @@ def make_step(
         accumulate: cut each batch into so many equal parts, run in turn, to save memory; one
             update, and the gradient of a mean loss is that of the whole batch.
         autocast: dtype in which the target and the loss run where autocast allows, ``bfloat16``
-            for one; latents, weights and optimizer keep theirs.
+            for one; latents, weights and optimizer keep theirs. None leaves the caller's context.
         unpack: ``batch -> (args, kwargs, targets)``.
 
     Returns:
@@ -162,8 +130,8 @@ def _check_options(optimizer: Any, accumulate: Any, autocast: Any) -> None:
         raise ValueError(
             message("make_step(accumulate=)", expected="an int >= 1", got=got, fix=fix)
         )
-    if autocast is not None and not getattr(autocast, "is_floating_point", False):
-        got, fix = repr(autocast), "pass torch.bfloat16, or None for no autocast"
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        got, fix = repr(autocast), "pass torch.bfloat16, or None for no autocast of its own"
         raise ValueError(message("make_step(autocast=)", expected="a dtype", got=got, fix=fix))
 
 
@@ -177,6 +145,8 @@ def _first_state(plan: _Plan, made: tuple[Any, Any], values: State, seed: int) -
     key = seeds.key(seeds.derive(seed, "train"))
     device = next((latent.device for latent in latents.values()), key.device)
     coefficients = losses.coefficients(plan.loss)
+    optimizer_state = plan.optimizer.init((latents, coefficients))
+    rates.check_descends(optimizer_state)
     needed = {"smoothness", "alignment"} & set(plan.loss.terms)
     state = TrainState(
         latents=latents,
@@ -184,7 +154,7 @@ def _first_state(plan: _Plan, made: tuple[Any, Any], values: State, seed: int) -
         buffers=buffers,
         moments=moments(plan.spec, buffers) if needed else {},
         target_state=values,
-        optimizer_state=plan.optimizer.init((latents, coefficients)),
+        optimizer_state=optimizer_state,
         key=key,
         step=torch.zeros((), dtype=torch.int64),
     )
@@ -195,7 +165,7 @@ def _first_state(plan: _Plan, made: tuple[Any, Any], values: State, seed: int) -
 def _step(plan: _Plan, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
     trained, draw = (state.latents, state.coefficients), draw_step(plan.spec, plan.loss, state)
     target_state, found = state.target_state, []
-    for part in _parts(batch, plan.accumulate):
+    for part in parts(plan.unpack(batch), plan.accumulate):
 
         def objective(trained: Any, own: State = target_state, part: Any = part) -> Any:
             return _objective(plan, state._replace(target_state=own), trained, draw, part)
@@ -225,38 +195,17 @@ def _step(plan: _Plan, state: TrainState, batch: Any) -> tuple[TrainState, StepI
 
 
 def _mean(*parts: Tensor) -> Tensor:
-    return torch.stack(parts).mean(0)
-
-
-def _parts(batch: Any, count: int) -> list[Any]:
-    """Cut every tensor of a batch along its first dimension, into equal parts."""
-    if count == 1:
-        return [batch]
-    sizes = {tensor.shape[0] for tensor in trees.tensors(batch) if tensor.dim()}
-    if any(size % count for size in sizes) and not torch.compiler.is_compiling():
-        expected, fix = f"a batch that can be cut into {count}", "drop the last, smaller batch"
-        got = f"{sorted(sizes)} samples"
-        raise ValueError(message("step(batch)", expected=expected, got=got, fix=fix))
-
-    def part(index: int) -> Any:
-        def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return value
-            size = value.shape[0] // count
-            return value[index * size : (index + 1) * size]
-
-        return trees.map_tensors(cut, batch)
-
-    return [part(index) for index in range(count)]
+    whole = torch.stack(parts)
+    return (whole if whole.is_floating_point() else whole.float()).mean(0)
 
 
 def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: Any) -> Any:
     """Return the loss, and beside it its named parts and the target's new state."""
     (latents, coefficients), loss = trained, plan.loss
-    *inputs, targets = plan.unpack(batch)
-    with torch.autocast(state.key.device.type, plan.autocast, enabled=plan.autocast is not None):
+    *inputs, targets = batch
+    with torch.autocast(state.key.device.type, plan.autocast) if plan.autocast else nullcontext():
         outputs, target_state = _run(plan, state, latents, inputs)
-        task, aux = _task(loss.task(outputs, targets))
+        task, aux = value_and_aux(loss.task(outputs, targets))
         terms: dict[str, Tensor] = {}
         if "stability" in loss.terms:
             noisy = {name: z + loss.noise * draw.noise[name] for name, z in latents.items()}
@@ -267,7 +216,11 @@ def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: 
         if "alignment" in loss.terms:
             terms["alignment"] = losses.alignment(*where)
     if terms:
-        aux = {"task": task} | terms | losses.weights(coefficients) | aux
+        named = {"task": task} | terms | losses.weights(coefficients)
+        if taken := sorted(named.keys() & aux.keys()):
+            got, fix = listing(taken), "give those of the loss function's aux other names"
+            raise ValueError(message("step: aux", expected="names of its own", got=got, fix=fix))
+        aux = named | aux
         task = task + losses.weigh(loss, terms, coefficients)
     return task, (aux, target_state)
 
@@ -275,12 +228,3 @@ def _objective(plan: _Plan, state: TrainState, trained: Any, draw: Draw, batch: 
 def _run(plan: _Plan, state: TrainState, latents: Latents, inputs: Any) -> tuple[Any, State]:
     (args, kwargs), params = inputs, generate(plan.spec, latents, state.buffers)
     return apply(plan.target, params, state.target_state, *args, **kwargs)
-
-
-def _task(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    value, aux = returned if isinstance(returned, tuple) else (returned, {})
-    if not isinstance(value, Tensor) or value.dim():
-        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        expected, fix = "a scalar tensor, or one and a dict", "take its mean over the batch"
-        raise ValueError(message("step: loss_fn", expected=expected, got=got, fix=fix))
-    return value, dict(aux)

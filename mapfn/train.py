@@ -5,7 +5,8 @@ from mapfn.callbacks import early_stopping, keep_best, progress_bar
 from mapfn.evaluation import evaluate
 from mapfn.find_lr import RateCurve, find_lr
 from mapfn.loops import Event, Fit, fit, fit_epoch
-from mapfn.steps import Training, inputs_and_targets, make_step
+from mapfn.steps import Training, make_step
+from mapfn.unpacking import inputs_and_targets
 
 __all__ = [
     "Event",

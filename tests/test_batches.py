@@ -1,7 +1,9 @@
 """batches, evaluate and find_lr: data in a portable order, and runs that touch nothing."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mapfn
-from mapfn import optim, train
+from mapfn import losses, optim, train
 
 
 @given(
@@ -102,18 +104,58 @@ def test_evaluation_names_the_parts():
         return nn.functional.mse_loss(outputs, targets), {"bias": (outputs - targets).mean()}
 
     assert list(train.evaluate(spec, module, init(0), [data], loss)) == ["loss", "bias"]
+    composite = losses.mapping_loss(loss, stability=0.1)
+    got = train.evaluate(spec, module, init(0), [data], composite)
+    assert got == train.evaluate(spec, module, init(0), [data], loss)
+    scaled = data[0], {"scale": torch.tensor(2.0), "targets": data[1]}
+    got = train.evaluate(
+        spec, module, init(0), [scaled], lambda out, t: loss(out, t["targets"])[0] * t["scale"]
+    )
+    assert got["loss"] > 0
+
+
+def test_batches_are_weighed_by_their_samples_whatever_stands_beside_them():
+    spec, module, init, _, (x, y) = problem()
+    state = init(0)
+
+    def loss(outputs, targets):
+        return nn.functional.mse_loss(outputs, targets["y"]) * targets["a"].mean()
+
+    def mean(*sizes):
+        stop, cut = 0, []
+        for size in sizes:
+            stop += size
+            part = slice(stop - size, stop)
+            cut.append((x[part], {"a": torch.full((1,), 2.0), "y": y[part]}))
+        return train.evaluate(spec, module, state, cut, loss)["loss"]
+
+    count = len(x)
+    assert mean(1, count - 1) == pytest.approx(mean(count), rel=1e-5)
+    assert mean(count, 0) == mean(count)
     with pytest.raises(ValueError, match="expected batches, got none"):
         train.evaluate(spec, module, init(0), [], loss)
 
 
 def test_the_range_test_finds_a_rate_and_touches_nothing():
-    spec, module, _, _, data = problem()
+    spec, module, init, _, data = problem()
+    state = init(0)
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(TensorDataset(*data), batch_size=5, shuffle=True, generator=generator)
-    before = copied((module.state_dict(), generator.get_state(), torch.get_rng_state()))
-    curve = train.find_lr(spec, module, nn.functional.mse_loss, loader, rates=(1e-4, 10.0, 40))
-    after = module.state_dict(), generator.get_state(), torch.get_rng_state()
-    assert_same(after, before)
+
+    def everything():
+        drawn = torch.from_numpy(np.random.get_state()[1]), torch.tensor(random.getstate()[1])
+        return state, module.state_dict(), generator.get_state(), torch.get_rng_state(), drawn
+
+    def draws(batch):
+        np.random.rand(), random.random(), torch.rand(1)
+        return (batch[0],), {}, batch[1]
+
+    _, drawing = train.make_step(
+        spec, module, nn.functional.mse_loss, optim.adam(1.0), unpack=draws
+    )
+    before = copied(everything())
+    curve = train.find_lr(drawing, state, loader, rates=(1e-4, 10.0, 40))
+    assert_same(everything(), before)
     assert 1e-3 < curve.suggestion < 3.0
     assert len(curve.rates) == len(curve.losses) <= 40
     assert curve.rates[0] == 1e-4
@@ -122,8 +164,8 @@ def test_the_range_test_finds_a_rate_and_touches_nothing():
 
 
 def test_the_curve_is_the_losses_of_a_hand_written_loop():
-    spec, module, init, _, data = problem()
-    curve = train.find_lr(spec, module, nn.functional.mse_loss, [data], rates=(1e-3, 1e-2, 5))
+    spec, module, init, step, data = problem()
+    curve = train.find_lr(step, init(0), [data], rates=(1e-3, 1e-2, 5))
     state, average, wanted = init(0), 0.0, []
     for index, rate in enumerate(torch.logspace(-3, -2, 5).tolist(), start=1):
         _, step = train.make_step(spec, module, nn.functional.mse_loss, optim.adam(rate))
@@ -138,11 +180,25 @@ def test_the_curve_is_the_losses_of_a_hand_written_loop():
     assert curve.losses == pytest.approx(wanted, rel=1e-4)
 
 
+RATES = (1e-4, 1.0, 40)
+
+
+def test_a_loss_below_zero_is_no_divergence():
+    spec, module, _, _, data = problem()
+
+    def loss(outputs, targets):
+        return nn.functional.mse_loss(outputs, targets) - 10
+
+    init, step = train.make_step(spec, module, loss, optim.adam(1.0))
+    above = train.make_step(spec, module, nn.functional.mse_loss, optim.adam(1.0))[1]
+    wanted, found = (train.find_lr(own, init(0), [data], rates=RATES) for own in (above, step))
+    assert found.suggestion == wanted.suggestion
+
+
 def test_the_curve_ends_where_the_loss_diverges_and_can_be_drawn(tmp_path):
     spec, module, _, _, data = problem(nn.Linear(3, 1))
-    curve = train.find_lr(
-        spec, module, nn.functional.mse_loss, [data], optimizer=optim.sgd, rates=(1e-4, 1e3, 60)
-    )
+    init, step = train.make_step(spec, module, nn.functional.mse_loss, optim.sgd(1.0))
+    curve = train.find_lr(step, init(0), [data], rates=(1e-4, 1e3, 60))
     assert len(curve.rates) < 60
     assert all(math.isfinite(loss) for loss in curve.losses)
     curve.plot(tmp_path / "curve.png")
@@ -151,12 +207,12 @@ def test_the_curve_ends_where_the_loss_diverges_and_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize("rates", [(1.0, 0.1, 9), (0.0, 1.0, 9), (0.1, 1.0, 2)])
 def test_rates_that_cannot_be(rates):
-    spec, module, _, _, data = problem()
+    _, _, init, step, data = problem()
     with pytest.raises(ValueError, match=r"find_lr\(rates=\): expected 0 < lowest < highest"):
-        train.find_lr(spec, module, nn.functional.mse_loss, [data], rates=rates)
+        train.find_lr(step, init(0), [data], rates=rates)
 
 
 def test_a_range_test_without_batches():
-    spec, module, _, _, _ = problem()
+    _, _, init, step, _ = problem()
     with pytest.raises(ValueError, match=r"find_lr\(loader\): expected batches, got none"):
-        train.find_lr(spec, module, nn.functional.mse_loss, [])
+        train.find_lr(step, init(0), [])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -55,7 +56,9 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(50, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
-        self.head = nn.Linear(32, 50)
+        nn.init.normal_(self.embed.weight, std=0.02)  # As GPT-2 has it, for the head's sake.
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embed.weight
 
     def forward(self, index: Tensor) -> Tensor:
         x = self.embed(index)
@@ -191,6 +194,29 @@ def test_checkpointing_inside_the_target_is_refused_by_transforms():
         torch.func.grad(loss)(latents)
 
 
+AROUND = {
+    "save_on_cpu": lambda loss, z: with_hooks(torch.autograd.graph.save_on_cpu(), loss, z),
+    "own hooks": lambda loss, z: with_hooks(saved_tensors_hooks(*[lambda t: t] * 2), loss, z),
+    "checkpoint": lambda loss, z: checkpoint(loss, z, use_reentrant=False),
+}
+
+
+def with_hooks(hooks, loss, latents):
+    with hooks:
+        return loss(latents)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_checkpointing_inside_is_refused_where_the_caller_has_hooks_too(around):
+    """T9: the caller's own hooks do no harm, and hide none of the target's."""
+    wanted = gradient(*checkpointed(None))
+    latents, loss = checkpointed(None)
+    torch.testing.assert_close(gradient(latents, lambda z: AROUND[around](loss, z)), wanted)
+    latents, loss = checkpointed(False)
+    with pytest.raises(RuntimeError, match=r"got saved tensor hooks inside it"):
+        gradient(latents, lambda z: AROUND[around](loss, z))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_inside_a_compiled_target_is_right(reentrant):
     """T9: the graph has the generated weights, the second time too."""
@@ -230,6 +256,10 @@ def test_gradient_checkpointing_of_transformers_is_refused():
     model.gradient_checkpointing_enable()
     with pytest.raises(RuntimeError, match=r"gradient_checkpointing_disable\(\)"):
         mapfn.apply(model, params(latents), state, index, use_cache=False)
+    spec = mapfn.make_spec(model)
+    init, step = make_step(spec, model, lambda out, _: out.logits.sum(), optim.adam(1.0))
+    with pytest.raises(RuntimeError, match=r"gradient_checkpointing_disable\(\)"):
+        step(init(0), ({"input_ids": index, "use_cache": False}, None))
     model.gradient_checkpointing_disable()
     assert mapfn.apply(model, params(latents), state, index)[0].logits.isfinite().all()
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import mapfn
-from mapfn import optim, train
+from mapfn import ensemble, optim, train
 from mapfn.errors import NonFiniteError
 
 
-def made(rate=0.05, loss=nn.functional.mse_loss):
+def made(rate=0.05, loss=nn.functional.mse_loss, optimizer=None):
     target = nn.Linear(3, 1)
     spec = mapfn.make_spec(target, latent_dim=2)
-    return train.make_step(spec, target, loss, optim.adam(rate))
+    return train.make_step(spec, target, loss, optimizer or optim.adam(rate))
 
 
 def data(count=4, size=4):
@@ -77,11 +77,11 @@ def test_validation_goes_into_the_history():
 
     def validate(state):
         seen.append(int(state.step))
-        return {"validation_loss": float(len(seen))}
+        return {"loss": float(len(seen))}
 
     history = train.fit(step, init(0), data(), epochs=2, validate=validate).history
     assert seen == [4, 8]
-    assert [row["validation_loss"] for row in history] == [1.0, 2.0]
+    assert [row["val_loss"] for row in history] == [1.0, 2.0]
 
 
 def test_going_on_is_as_if_never_stopped():
@@ -107,7 +107,8 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_state():
     init, step = made()
     good = data(3)
     bad = [*good[:2], (torch.full((4, 3), math.nan), torch.ones(4, 1)), good[2]]
-    wanted, _ = train.fit_epoch(step, init(0), good[:2])
+    # The last whose loss was seen: of the one after it nobody knows whether it is good.
+    wanted, _ = train.fit_epoch(step, init(0), good[:1])
     result = train.fit(step, init(0), bad, epochs=3)
     assert_same(result.state, wanted)
     assert "step 2: expected a finite loss and gradient, got loss nan" in result.stopped
@@ -128,6 +129,51 @@ def test_a_gradient_that_is_not_finite_is_seen_too():
     assert int(result.state.step) == 0
 
 
+def test_a_training_that_diverges_keeps_no_ruined_state():
+    for rate, batches in ((1e20, data(4)), (1e38, data(1))):
+        init, step = made(optimizer=optim.sgd(rate))
+        first = init(0)
+        result = train.fit(step, first, batches, epochs=1)
+        assert "expected a finite loss and gradient" in result.stopped
+        assert_same(result.state, first)
+
+
+def test_a_dead_member_hides_no_other_and_the_training_goes_on():
+    init, step = made()
+    init, step, _ = ensemble.make_ensemble((init, step))
+    state = init(range(2))
+    for latent in state.latents.values():
+        latent[1] = math.inf
+    result = train.fit(step, state, data(2), epochs=2)
+    assert result.stopped == ""
+    alone, wanted = made()[0](0), made()[1]
+    history = train.fit(wanted, alone, data(2), epochs=2).history
+    assert [row["loss"] for row in result.history] == pytest.approx([r["loss"] for r in history])
+
+
+@pytest.mark.parametrize("epochs", [-2, True, 2.0, None])
+def test_epochs_that_cannot_be(epochs):
+    init, step = made()
+    with pytest.raises(ValueError, match=r"fit\(epochs=\): expected a number of epochs"):
+        train.fit(step, init(0), data(1), epochs=epochs)
+
+
+@pytest.mark.parametrize("name", ["loss", "epoch", "gradient_norm", "seconds"])
+def test_an_aux_that_takes_the_name_of_a_column(name):
+    def loss(outputs, targets):
+        return outputs.sum(), {name: outputs.sum()}
+
+    init, step = made(loss=loss)
+    with pytest.raises(ValueError, match=f"fit: aux.*'{name}'"):
+        train.fit(step, init(0), data(1), epochs=1)
+
+
+def test_modes_that_are_none():
+    for make in (train.early_stopping, lambda name, mode: train.keep_best(name, print, mode=mode)):
+        with pytest.raises(ValueError, match=r"mode=\): expected 'min' or 'max', got 'Min'"):
+            make("val_loss", mode="Min")
+
+
 def test_an_interrupt_returns_the_state_so_far():
     init, step = made()
     wanted, _ = train.fit_epoch(step, init(0), data()[:3])
@@ -139,6 +185,19 @@ def test_an_interrupt_returns_the_state_so_far():
     result = train.fit(step, init(0), loader, epochs=2)
     assert_same(result.state, wanted)
     assert result.stopped == "interrupted after step 3"
+
+
+def test_an_interrupted_epoch_hands_its_state_over():
+    init, step = made()
+    wanted, _ = train.fit_epoch(step, init(0), data()[:3])
+
+    def loader():
+        yield from data()[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted after step 3") as caught:
+        train.fit_epoch(step, init(0), loader())
+    assert_same(caught.value.state, wanted)
 
 
 def test_an_interrupt_while_validating_keeps_the_epoch():
@@ -204,24 +263,24 @@ def of_losses(losses, stop):
     ],
 )
 def test_early_stopping(mode, losses, epochs):
-    result = of_losses(losses, [train.early_stopping("score", patience=2, mode=mode)])
+    result = of_losses(losses, [train.early_stopping("val_score", patience=2, mode=mode)])
     assert len(result.history) == epochs
     if epochs < len(losses):
-        assert result.stopped.startswith("score has not improved for 2 epochs; the best was")
+        assert result.stopped.startswith("val_score has not improved for 2 epochs; the best was")
 
 
 def test_early_stopping_can_be_used_twice():
-    stop = train.early_stopping("score", patience=2)
+    stop = train.early_stopping("val_score", patience=2)
     for _ in range(2):
         assert len(of_losses([3.0, 4.0, 4.0, 4.0], [stop]).history) == 3
 
 
 def test_keep_best_hands_on_what_is_best_so_far():
     kept = []
-    of_losses([3.0, 2.0, 2.5, 1.0], [train.keep_best("score", kept.append)])
+    of_losses([3.0, 2.0, 2.5, 1.0], [train.keep_best("val_score", kept.append)])
     assert [int(state.step) for state in kept] == [1, 2, 4]
     kept = []
-    of_losses([3.0, 2.0, 2.5, 4.0], [train.keep_best("score", kept.append, mode="max")])
+    of_losses([3.0, 2.0, 2.5, 4.0], [train.keep_best("val_score", kept.append, mode="max")])
     assert [int(state.step) for state in kept] == [1, 4]
 
 

@@ -1,5 +1,8 @@
 """make_ensemble and predict: members trained together are members trained alone."""
 
+import math
+from collections import OrderedDict
+
 import pytest
 import torch
 from contract import settings
@@ -173,16 +176,38 @@ def test_members_in_chunks(chunk_size):
     )
 
 
-def test_dropout_is_refused_until_its_randomness_is_said():
-    """T2: the error names our argument, not torch's."""
+@pytest.mark.parametrize("method", ["vmap", "loop"])
+def test_dropout_is_refused_until_its_randomness_is_said(method):
+    """T2: the error names our argument, not torch's; a loop is no way around it."""
     alone = training(lambda: network(dropout=0.5))[2]
-    init, step, _ = make_ensemble(alone)
+    init, step, _ = make_ensemble(alone, method=method)
     with pytest.raises(
         RuntimeError,
         match=r"make_ensemble\(randomness='error'\): expected a target without random numbers.*"
         r'pass randomness="different", each member its own, or "same"',
     ):
         step(init(range(2)), batch())
+
+
+@pytest.mark.parametrize("rate", [-0.1, 0.0, math.nan, math.inf])
+def test_learning_rates_that_cannot_be(rate):
+    init = make_ensemble(training()[2]).init
+    with pytest.raises(ValueError, match=r"learning_rates=\): expected a number above 0"):
+        init(range(2), learning_rates=[0.1, rate])
+
+
+@pytest.mark.parametrize("method", ["vmap", "loop"])
+def test_a_module_may_be_called_shared(method):
+    parts = OrderedDict(shared=nn.Sequential(nn.Linear(4, 3)), head=nn.Linear(3, 1))
+    module = nn.Sequential(parts)
+    spec = mapfn.make_spec(module, latent_dim=3)
+    assert [group.name for group in spec.groups] == ["shared.0", "head"]
+    loss = mapping_loss(lambda out, _: out.square().mean(), smoothness=0.1, alignment=0.1)
+    init, step, _ = make_ensemble(
+        train.make_step(spec, module, loss, optim.adam(0.1)), method=method
+    )
+    _, info = step(init(range(2)), (torch.ones(2, 4), None))
+    assert info.loss.isfinite().all()
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])

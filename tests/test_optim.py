@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad
 
 import mapfn
-from mapfn import optim
+from mapfn import optim, rates
 from mapfn.testing import assert_fullgraph
 
 STEPS = 20
@@ -240,6 +240,18 @@ def test_the_rate_of_a_chain_is_replaced_where_it_stands():
     assert optim.with_learning_rate(stacked, rates).learning_rate.tolist() == pytest.approx(
         [0.1, 0.2]
     )
+
+
+def test_one_rate_for_all_members_is_one_for_each():
+    stacked = mapfn.stack([optim.adam(0.1).init(start())] * 2)
+    assert optim.with_learning_rate(stacked, 0.5).learning_rate.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("parts", [["clip"], ["clip", "clip"], ["adam", "adam"], ["adam", "sgd"]])
+def test_a_chain_that_would_climb_is_refused(parts):
+    makers = {"clip": optim.clip_by_global_norm, "adam": optim.adam, "sgd": optim.sgd}
+    with pytest.raises(ValueError, match=r"one learning rate in all, got [02].*chain\(clip_by"):
+        rates.check_descends(optim.chain(*(makers[part](1.0) for part in parts)).init(start()))
 
 
 @pytest.mark.parametrize("state", [(), {}, None, ((), ())], ids=repr)

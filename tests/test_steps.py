@@ -1,5 +1,8 @@
 """make_step: one pure step for every target, batch, loss and precision."""
 
+from collections import UserDict
+from typing import NamedTuple
+
 import optree
 import pytest
 import torch
@@ -167,6 +170,76 @@ def test_accumulation_refuses_what_it_cannot_cut():
     init, step = training(accumulate=3)
     with pytest.raises(ValueError, match=r"step\(batch\).*cut into 3, got \[16\]"):
         step(init(0), regression(16))
+    graph = torch.compile(step, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"cut into 3, got \[16\]"):
+        graph(init(0), regression(16))
+    inputs, targets = regression(6)
+    with pytest.raises(ValueError, match=r"one number of samples.*got \[3, 6\]"):
+        step(init(0), (inputs, {"targets": targets, "class_weights": torch.ones(3)}))
+
+
+def test_accumulated_aux_may_be_whole_numbers_or_python_ones():
+    def loss(outputs, targets):
+        near = (outputs - targets).abs() < 0.5
+        return outputs.square().mean(), {"near": near.sum(), "weight": 0.5}
+
+    (_, one), (_, two) = (run(training(loss, accumulate=n), regression(), 1) for n in (1, 2))
+    assert two[0].aux["near"] == one[0].aux["near"] / 2
+    assert two[0].aux["weight"] == one[0].aux["weight"] == 0.5
+
+
+def test_an_aux_with_the_name_of_a_term_is_refused():
+    def loss(outputs, targets):
+        return outputs.sum(), {"stability": outputs.sum()}
+
+    with pytest.raises(ValueError, match=r"step: aux.*'stability'"):
+        run(training(mapping_loss(loss, stability=0.1)), regression(), 1)
+
+
+@pytest.mark.parametrize("extra", [({}, 1), torch.ones(3, 2), None])
+def test_a_loss_that_returns_something_else(extra):
+    def loss(outputs, targets):
+        return (outputs.sum(), *extra) if isinstance(extra, tuple) else (outputs.sum(), extra)
+
+    with pytest.raises(ValueError, match="loss_fn: expected a scalar tensor, or one and a dict"):
+        run(training(loss), regression(), 1)
+
+
+def test_the_callers_autocast_holds_where_the_step_has_none():
+    def loss(outputs, targets):
+        assert outputs.dtype == torch.bfloat16
+        return outputs.float().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        run(training(loss), regression(), 1)
+
+
+def test_a_named_tuple_is_one_input():
+    """A PackedSequence is one."""
+
+    class Points(NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    class Line(nn.Linear):
+        def forward(self, points):
+            return super().forward(points.x) - points.y
+
+    x, y = regression()
+    made = training(lambda outputs, _: outputs.square().mean(), lambda: Line(4, 1), accumulate=2)
+    assert run(made, (Points(x, y), None), 1)[1][0].loss > 0
+
+
+def test_a_mapping_of_another_class_is_cut_like_a_dict():
+    class Line(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    def loss(outputs, batch):
+        assert len(outputs) == 4
+        return outputs.square().mean()
+
+    run(training(loss, lambda: Line(4, 1), accumulate=2), UserDict(x=regression(8)[0]), 1)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "keywords", "positions", "function", "list"])
