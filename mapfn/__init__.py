@@ -5,8 +5,10 @@
 """
 
 from mapfn import ensemble, losses, optim, train
+from mapfn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mapfn.decoders import full
 from mapfn.doctor import check
+from mapfn.errors import CheckpointError
 from mapfn.generation import base_params, generate, init
 from mapfn.mappers.frozen import frozen
 from mapfn.mappers.hadamard import hadamard
@@ -22,11 +24,13 @@ from mapfn.serialization import spec_from_json, spec_to_json
 from mapfn.spec import Spec, make_spec
 from mapfn.strategies import budget, grouped, layerwise, slvt
 from mapfn.target import apply, bake, call, init_state
-
-__version__ = "0.1.0"
+from mapfn.version import __version__
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
     "Spec",
+    "__version__",
     "additive",
     "affine",
     "apply",
@@ -47,6 +51,7 @@ __all__ = [
     "init",
     "init_state",
     "layerwise",
+    "load_checkpoint",
     "losses",
     "make_spec",
     "mlp",
@@ -54,6 +59,7 @@ __all__ = [
     "optim",
     "orthogonal",
     "residual_mlp",
+    "save_checkpoint",
     "slvt",
     "spec_from_json",
     "spec_to_json",

@@ -1,4 +1,4 @@
-"""The console command: ``mapfn demo``, ``mapfn summary``, ``mapfn check``."""
+"""The console command: ``mapfn demo``, ``summary``, ``check``, ``inspect``, ``export``."""
 
 import contextlib
 import importlib
@@ -7,17 +7,20 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
+import safetensors.torch
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mapfn import checkpoint, container, doctor, files, generation, report, serialization
 from mapfn import demo as digits_demo
-from mapfn import doctor, report
 from mapfn.spec import Spec, make_spec
+from mapfn.target import bake
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -138,6 +141,51 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A checkpoint.")], as_json: JsonOption = False
+) -> None:
+    """Print what a checkpoint holds; the target is not needed.
+
+    Example: `mapfn inspect run/last.safetensors`
+    """
+    tensors, data = container.read(file)
+    if data is None:
+        raise Failure(f"{file}: no metadata of mapfn; another tool has saved it again")
+    held = {name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in tensors.items()}
+    known = {name: data[name] for name in ("version", "torch", "seed", "metadata")}
+    known["bytes"] = file.stat().st_size
+    for name, value in known.items():
+        print(f"{name:9} {value}")
+    try:
+        print(report.summary(serialization.spec_from_json(json.dumps(data["spec"]))))
+    except ValueError as error:  # a mapper of somebody's own: the rest can still be shown
+        print(f"spec      {error}")
+    for name, what in held.items():
+        print(f"{name}  {what}")
+    if as_json:
+        _print_json(known | {"tensors": held, "probe": data["probe"]})
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A checkpoint.")],
+    target: TargetArgument,
+    out: Annotated[Path, typer.Argument(help="The state_dict to write, a safetensors file.")],
+) -> None:
+    """Write the generated weights as a plain state_dict, to deploy without mapfn.
+
+    Example: `mapfn export run/last.safetensors mynet:build weights.safetensors`
+    """
+    module = _load(target)
+    loaded = checkpoint.load_checkpoint(file, module)
+    params = generation.generate(loaded.spec, loaded.latents, loaded.buffers)
+    plain = bake(module, params, loaded.state).state_dict()
+    whole = {name: tensor.contiguous().clone() for name, tensor in plain.items()}
+    files.write_atomically(out, safetensors.torch.save(whole))
+    print(f"{out}: {len(whole)} tensors, {sum(t.numel() for t in whole.values()):,} numbers")
+
+
 def _checked(spec: Spec, module: Any, batch: tuple[Any, ...]) -> doctor.Report:
     try:
         return doctor.check(spec, module, *batch)
@@ -215,7 +263,7 @@ def _one_line_errors() -> Iterator[None]:
     """Turn what the user can mend into one line on stderr and exit code 1."""
     try:
         yield
-    except (Failure, ValueError, TypeError, RuntimeError) as error:
+    except (Failure, ValueError, TypeError, RuntimeError, OSError) as error:
         text = " ".join(str(error).split())
         print(f"mapfn: {text}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -37,6 +37,10 @@ def differing(expected: Iterable[str], got: Iterable[str]) -> str:
     return "; ".join(f"{word} {listing(names)}" for word, names in parts if names)
 
 
+class CheckpointError(ValueError):
+    """A file that is damaged, of another version, or does not go with the target."""
+
+
 class Interrupted(KeyboardInterrupt):
     """The user's interrupt; ``state`` is that after the last whole step.
 

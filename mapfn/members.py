@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mapfn import trees
 from mapfn.errors import message
-from mapfn.types import TrainState
+from mapfn.types import Buffers, TrainState
 
 # In an ensemble's state, the prefix of names whose tensors all members share.
 _SHARED = "<shared>"
@@ -84,11 +84,16 @@ def stack_states(states: Sequence[TrainState]) -> TrainState:
     Its name in ``buffers`` or ``moments`` gets the prefix ``<shared>``.
     """
     stacked: TrainState = stack([state._replace(buffers={}, moments={}) for state in states])
-    groups = {name: [state.buffers[name] for state in states] for name in states[0].buffers}
-    buffers = {name: _stack_named(own) for name, own in groups.items()}
+    buffers = stack_buffers([state.buffers for state in states])
     return stacked._replace(
         buffers=buffers, moments=_stack_named([state.moments for state in states])
     )
+
+
+def stack_buffers(members: Sequence[Buffers]) -> Buffers:
+    """Stack the buffers of members, as :func:`stack_states` does."""
+    groups = {name: [buffers[name] for buffers in members] for name in members[0]}
+    return {name: _stack_named(own) for name, own in groups.items()}
 
 
 def _stack_named(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
