@@ -4,7 +4,7 @@
 ``target, params, state, inputs -> outputs, state`` (arXiv 2602.19134), on torch.func.
 """
 
-from mapfn import ensemble, losses, optim, train
+from mapfn import distributed, ensemble, losses, nn, optim, train
 from mapfn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mapfn.decoders import full
 from mapfn.doctor import check
@@ -40,6 +40,7 @@ __all__ = [
     "call",
     "check",
     "count",
+    "distributed",
     "ensemble",
     "frozen",
     "full",
@@ -56,6 +57,7 @@ __all__ = [
     "make_spec",
     "mlp",
     "modulate_low_rank",
+    "nn",
     "optim",
     "orthogonal",
     "residual_mlp",

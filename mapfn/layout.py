@@ -203,6 +203,10 @@ def _check_leaf(name: str, tensor: Tensor) -> None:
         raise ValueError(
             message(where, expected="a shape", got="an uninitialised lazy leaf", fix=fix)
         )
+    if type(tensor).__name__ in ("DTensor", "FlatParameter"):
+        fix = "map the target before FSDP or tensor parallelism; nothing is left to shard then"
+        where, got = f"target leaf {name!r}", f"a {type(tensor).__name__}, a part of one"
+        raise TypeError(message(where, expected="a whole tensor", got=got, fix=fix))
     if tensor.layout is not torch.strided:
         fix, where = "pass tensor.to_dense()", f"target leaf {name!r}"
         got = f"the layout {tensor.layout}"

@@ -69,7 +69,7 @@ FLOORS = {
     "checkpoint": 8,
     "memory": 8,
     "doctor": 8,
-    "nn": 9,
+    "nn": 8.7,
     "distributed": 9,
     "demo": 8.5,
     "cli": 9,
